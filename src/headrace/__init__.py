@@ -1,0 +1,1 @@
+"""Headrace: fine-tune, evaluate and serve unmodified PyTorch models through JAX/XLA."""
