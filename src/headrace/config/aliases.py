@@ -1,0 +1,154 @@
+"""Names and values of other tools (TRL, axolotl, LLaMA-Factory, ...) and what they become here.
+
+Four tables, by what happens to a key that is not a field: RENAMED, TRANSLATED (the value decides),
+IGNORED (it has no effect here, and that is said), REFUSED (it would change the run and cannot be
+honoured). Knows names, not files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+RENAMED: Mapping[str, str] = {
+    "base_model": "model_name_or_path",
+    "model": "model_name_or_path",
+    "tokenizer": "processing_class",
+    "tokenizer_name_or_path": "processing_class",
+    "torch_dtype": "dtype",
+    "dataset": "dataset_name",
+    "dataset_text_field": "text_column",
+    "max_seq_length": "max_length",
+    "max_seq_len": "max_length",
+    "sequence_len": "max_length",
+    "cutoff_len": "max_length",
+    "excess_length_strategy": "over_length",
+    "sample_packing": "packing",
+    "eval_sample_packing": "eval_packing",
+    "neat_packing": "packing",
+    "val_set_size": "test_split_size",
+    "val_size": "test_split_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "num_epochs": "num_train_epochs",
+    "epochs": "num_train_epochs",
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "optimizer": "optim",
+    "evaluation_strategy": "eval_strategy",
+    "lora_rank": "lora_r",
+    "r": "lora_r",
+    "target_modules": "lora_target_modules",
+    "additional_target": "lora_modules_to_save",
+    "additional_target_modules": "lora_modules_to_save",
+}
+
+IGNORED: Mapping[str, str] = {
+    "attn_implementation": "attention always runs through the kernel of the accelerator",
+    "dataset_num_proc": "the fast tokenizer uses all cores in one process",
+    "dataloader_num_workers": "batches are prepared by one prefetching thread",
+    "dataloader_pin_memory": "arrays go to the device directly",
+    "dataloader_drop_last": "the last batch is completed with rows of weight zero",
+    "remove_unused_columns": "only the columns that are needed are read",
+    "group_by_length": "length buckets do this",
+    "padding_free": "rows have fixed lengths; packing removes the padding",
+    "save_safetensors": "weights are always saved as safetensors",
+    "overwrite_output_dir": "an existing run is continued only with resume_from_checkpoint",
+    "logging_dir": "logs stand in output_dir",
+    "average_tokens_across_devices": "the loss is always a mean over all tokens",
+    "tf32": "matmul precision is XLA's",
+    "flash_attention": "attention always runs through the kernel of the accelerator",
+    "lora_task_type": "task decides it",
+    "use_cpu": "JAX_PLATFORMS chooses the device",
+    "no_cuda": "JAX_PLATFORMS chooses the device",
+    "ddp_find_unused_parameters": "there are no unused gradients",
+}
+
+REFUSED: Mapping[str, str] = {
+    "datasets": "mixtures are not supported yet; give one dataset_name",
+    "dataset_streaming": "streaming is not supported yet; take a slice such as train[:100000]",
+    "deepspeed": "sharding is XLA's; remove it",
+    "fsdp": "sharding is XLA's; remove it",
+    "fsdp_config": "sharding is XLA's; remove it",
+    "auto_find_batch_size": "set per_device_train_batch_size instead",
+    "label_smoothing_factor": "not supported; remove it",
+    "loss_type": "the loss is the token-weighted negative log-likelihood; remove it",
+    "use_liger_kernel": "the fused loss is always on; remove it",
+    "save_on_each_node": "checkpoints are written together by all hosts; remove it",
+}
+
+OPTIMIZERS: Mapping[str, str] = {
+    "adamw": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_torch_xla": "adamw",
+    "adamw_hf": "adamw",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+    "lion": "lion",
+    "lion_32bit": "lion",
+}
+
+
+def optimizer_name(name: Any) -> Any:
+    """transformers' optimizer name -> ours; other values pass, to be refused by the field."""
+    return OPTIMIZERS.get(name, name) if isinstance(name, str) else name
+
+
+def is_true(value: Any) -> bool:
+    """YAML and flag spellings of true; everything else is false."""
+    return value is True or str(value).strip().lower() in ("true", "yes", "on", "1")
+
+
+def _when_true(**settings: Any) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: settings if is_true(value) else {}
+
+
+def _lora_target(value: Any) -> dict[str, Any]:
+    return {"lora_target_modules": "all-linear" if value in ("all", "all-linear") else value}
+
+
+def _train_on_prompt(value: Any) -> dict[str, Any]:
+    return {"completion_only_loss": not is_true(value), "assistant_only_loss": not is_true(value)}
+
+
+def _method(value: Any) -> dict[str, Any]:
+    """axolotl's adapter, LLaMA-Factory's finetuning_type."""
+    if value in ("lora", "qlora"):
+        return {"use_peft": True} | ({"load_in_4bit": True} if value == "qlora" else {})
+    if value in (None, "", "full", "none"):
+        return {"use_peft": False}
+    raise ValueError(f"{value!r} is not known; needs lora, qlora or full")
+
+
+def _fp16(value: Any) -> dict[str, Any]:
+    if is_true(value):
+        raise ValueError("float16 training needs loss scaling, which is not here; use bf16: true")
+    return {}
+
+
+def _packing_strategy(value: Any) -> dict[str, Any]:
+    if value == "bfd":
+        return {}
+    if value == "bfd_split":
+        return {"over_length": "split"}
+    raise ValueError(
+        f"{value!r} is not supported; bfd keeps examples whole, bfd_split splits long ones"
+    )
+
+
+TRANSLATED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "bf16": _when_true(dtype="bfloat16"),
+    "fp16": _fp16,
+    "gradient_checkpointing": lambda value: {
+        "activation_checkpointing": "full" if is_true(value) else "none"
+    },
+    "train_on_inputs": _train_on_prompt,
+    "train_on_prompt": _train_on_prompt,
+    "lora_target": _lora_target,
+    "lora_target_linear": _when_true(lora_target_modules="all-linear"),
+    "adapter": _method,
+    "finetuning_type": _method,
+    "packing_strategy": _packing_strategy,
+}

@@ -1,0 +1,122 @@
+"""Settings that contradict each other, found before anything is loaded.
+
+Each check reads a valid TrainConfig and yields (field, problem). What depends on data or model is
+checked where those are known. NOT_YET lists fields whose other values nothing serves yet: honest
+refusal instead of no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.config.fields import TrainConfig
+
+Problem = tuple[str, str]
+
+NOT_YET = {
+    "load_in_4bit": "quantised bases cannot be trained on yet; remove it",
+    "load_in_8bit": "quantised bases cannot be trained on yet; remove it",
+    "neftune_noise_alpha": "embedding noise is not supported yet; remove it",
+    "push_to_hub": "uploading is not supported yet; upload output_dir with `hf upload`",
+}
+CAUSAL_METRICS = ("loss", "perplexity")
+
+
+def conflicts(config: TrainConfig) -> list[Problem]:
+    """All contradictions of one configuration, as (field, what is wrong and what to do)."""
+    checks = (_not_yet, _lora, _task, _lengths, _schedule, _evaluation, _best_model, _hub)
+    return [problem for check in checks for problem in check(config)]
+
+
+def _not_yet(config: TrainConfig) -> Iterator[Problem]:
+    for name, reason in NOT_YET.items():
+        if getattr(config, name) not in (False, None):
+            yield name, reason
+
+
+def _lora(config: TrainConfig) -> Iterator[Problem]:
+    if config.use_peft:
+        return
+    names = (n for n in config.model_fields_set if n.startswith("lora_"))
+    for name in sorted({*names, *(config.model_fields_set & {"use_rslora", "use_dora"})}):
+        yield name, "has no effect without use_peft: true; add that or remove this"
+
+
+def _task(config: TrainConfig) -> Iterator[Problem]:
+    given = config.model_fields_set
+    if config.task == "causal":
+        for name in ("label_column", "text_pair_column", "problem_type"):
+            if name in given and getattr(config, name) is not None:
+                yield name, "belongs to task: sequence-classification"
+        return
+    for name in ("packing", "eval_packing"):
+        if getattr(config, name):
+            yield name, "a classifier needs one text a row; remove it"
+    if config.over_length == "split":
+        yield "over_length", "split would give one label to several texts; use truncate or drop"
+
+
+def _lengths(config: TrainConfig) -> Iterator[Problem]:
+    buckets = config.length_buckets
+    if buckets is None:
+        return
+    if not buckets or min(buckets) < 1 or list(buckets) != sorted(set(buckets)):
+        yield "length_buckets", f"{list(buckets)} needs to be rising lengths such as [128, 512]"
+    elif config.max_length is not None and buckets[-1] != config.max_length:
+        yield (
+            "length_buckets",
+            f"the last ({buckets[-1]}) must equal max_length ({config.max_length})",
+        )
+    if config.packing and config.task == "causal":
+        yield "length_buckets", "packed rows all have max_length; set packing: false or remove it"
+
+
+def _schedule(config: TrainConfig) -> Iterator[Problem]:
+    if config.max_steps == 0:
+        yield "max_steps", "0 trains nothing; use a positive number, or -1 for num_train_epochs"
+    if config.warmup_steps and config.warmup_ratio:
+        yield "warmup_ratio", "says the same as warmup_steps; keep one"
+    if config.warmup_steps > 1 and config.warmup_steps % 1:
+        yield "warmup_steps", f"{config.warmup_steps} needs to be whole, or a share below 1"
+
+
+def _evaluation(config: TrainConfig) -> Iterator[Problem]:
+    if config.eval_dataset_name and config.test_split_size:
+        yield "test_split_size", "evaluation data is given by eval_dataset_name too; keep one"
+    size = config.test_split_size
+    if size is not None and size > 1 and size % 1:
+        yield "test_split_size", f"{size} needs to be a whole number of rows, or a share below 1"
+    if config.eval_on_start and config.eval_strategy == "no":
+        yield "eval_on_start", "needs eval_strategy: steps or epoch"
+
+
+def _best_model(config: TrainConfig) -> Iterator[Problem]:
+    metric = (config.metric_for_best_model or "loss").removeprefix("eval_")
+    if config.task == "causal" and metric not in CAUSAL_METRICS:
+        yield (
+            "metric_for_best_model",
+            f"{metric!r} is not measured; needs {' or '.join(CAUSAL_METRICS)}",
+        )
+    if not config.load_best_model_at_end:
+        return
+    if config.eval_strategy == "no":
+        yield "load_best_model_at_end", "needs an evaluation; set eval_strategy: steps or epoch"
+    elif config.save_strategy != config.eval_strategy:
+        yield (
+            "load_best_model_at_end",
+            f"needs save_strategy: {config.eval_strategy}, the same as eval_strategy",
+        )
+    elif config.eval_strategy == "steps" and config.save_steps % config.eval_steps:
+        yield (
+            "save_steps",
+            f"{config.save_steps} needs to be a multiple of eval_steps ({config.eval_steps}), "
+            "so that every checkpoint has a metric",
+        )
+
+
+def _hub(config: TrainConfig) -> Iterator[Problem]:
+    for name in ("hub_model_id", "hub_private_repo"):
+        if getattr(config, name) is not None and not config.push_to_hub:
+            yield name, "has no effect without push_to_hub: true"
