@@ -126,7 +126,9 @@ def test_display_prints_lines_off_a_terminal() -> None:
 
 def test_display_draws_a_bar_on_a_terminal() -> None:
     stream = io.StringIO()
-    display = Display(20, console=Console(file=stream, force_terminal=True, width=200))
+    display = Display(
+        20, console=Console(file=stream, force_terminal=True, width=200, highlight=False)
+    )
     window = Window(TrainClock())
     window.add(record(2))
     display.log(2, window.close(steps_left=18))
