@@ -156,6 +156,9 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
         True, "Prompt/completion and Alpaca data: train the answer only."
     )
     assistant_only_loss: bool = _length(True, "Chat data: train assistant turns only.")
+    apply_chat_template: bool = _length(
+        True, "Prompt/completion and Alpaca data: write it as a chat, if the tokenizer can."
+    )
     bucket_count: int = _length(4, "Most row lengths to compile when not packing.", ge=1, le=32)
     length_buckets: Lengths | None = _length(
         None, "Row lengths to compile.", shown="chosen from the data"

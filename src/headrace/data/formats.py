@@ -1,0 +1,384 @@
+"""What the columns mean: found by looking, told in one line, normalised row by row.
+
+For causal training a row becomes a Chat, a PromptCompletion, a Text or Tokens; for classification a
+Labelled. The wild forms (ShareGPT, Alpaca, question/answer, ...) end here. Knows nothing of
+tokenizers or templates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headrace.data.table import Row, Table
+from headrace.errors import DataError
+
+Kind = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "text", "tokens", "labelled"]
+
+# user column, answer column; prompt/completion are joined as they stand, the others with a newline
+_PAIRS = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("input", "output"),
+)
+_TEXTS = ("text", "sentence", "content", "review", "utterance", "question", "query", "document")
+_TEXT_PAIRS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("text", "text_pair"),
+    ("text1", "text2"),
+    ("question", "sentence"),
+)
+_LABELS = ("label", "labels", "category", "intent", "class", "target", "score", "stars", "rating")
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool": "tool",
+    "function_call": "function_call",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """messages in the form chat templates take; train[i] says whether turn i may be trained."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    train: tuple[bool, ...]
+    tools: tuple[Any, ...] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptCompletion:
+    """Two texts; `plain` joins them without a chat template, `turns` are user and system text."""
+
+    prompt: str
+    completion: str
+    user: str
+    system: str | None = None
+    history: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Already tokenised; labels as in Hugging Face (-100 = not trained), or all trained."""
+
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labelled:
+    text: str
+    pair: str | None
+    label: Any
+
+
+Example = Chat | PromptCompletion | Text | Tokens | Labelled
+
+
+class RowProblem(ValueError):
+    """One row is not what its format needs: column, value, what is needed. Caught by prepare.py."""
+
+    def __init__(self, column: str, value: Any, needed: str) -> None:
+        super().__init__(needed)
+        self.column, self.value, self.needed = column, value, needed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A detected format: how to normalise a row, how to say it, and what a good row looks like."""
+
+    kind: Kind
+    columns: tuple[str, ...]
+    normalise: Callable[[Row], Example]
+    good_row: Row
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({', '.join(self.columns)})"
+
+
+def detect_causal(table: Table, *, text_column: str | None = None) -> Format:
+    """The format of data for next-token training. DataError names the columns when none fits."""
+    names = set(table.names)
+    if text_column is not None:
+        _require(table, text_column)
+        return _text_format(text_column)
+    if "chosen" in names and "rejected" in names:
+        raise DataError(
+            f"{table.source} holds preference pairs (chosen, rejected), which are not trained on "
+            "yet; for supervised training keep the chosen answers as messages"
+        )
+    if "input_ids" in names:
+        return _tokens_format()
+    for name in ("messages", "conversations", "conversation"):
+        if name in names:
+            return _chat_format(name, _first_turn(table, name), "tools" in names)
+    if "instruction" in names and (answer := _first(names, ("output", "response", "completion"))):
+        return _alpaca_format(answer, names)
+    for prompt, completion in _PAIRS:
+        if prompt in names and completion in names:
+            return _pair_format(prompt, completion, table)
+    text = "text" if "text" in names else "content" if "content" in names else None
+    if (
+        text is None
+        and len(table.names) == 1
+        and isinstance(table.rows[0].get(table.names[0]), str)
+    ):
+        text = table.names[0]
+    if text is not None:
+        return _text_format(text)
+    raise DataError(
+        f"{table.source} has columns {', '.join(table.names)}, which are no format for "
+        "next-token training. Needed: messages; conversations; instruction + output; "
+        "prompt + completion; text; or input_ids. Rename the columns, or name one with text_column"
+    )
+
+
+def detect_labelled(
+    table: Table,
+    *,
+    text_column: str | None = None,
+    text_pair_column: str | None = None,
+    label_column: str | None = None,
+) -> Format:
+    """The text, pair and label columns for classification; DataError when unclear."""
+    names = table.names
+    for name in (text_column, text_pair_column, label_column):
+        if name is not None:
+            _require(table, name)
+    label = label_column or _first(names, _LABELS)
+    pair = text_pair_column
+    text = text_column
+    if text is None and pair is None:
+        found = next((p for p in _TEXT_PAIRS if p[0] in names and p[1] in names), None)
+        text, pair = found if found else (None, None)
+    if text is None:
+        text = _first([n for n in names if n not in (label, pair)], _TEXTS)
+    missing = [n for n, found in (("text_column", text), ("label_column", label)) if found is None]
+    if text is None or label is None:
+        raise DataError(
+            f"{table.source} has columns {', '.join(names)}; which hold the text and the label is "
+            f"not clear. Set {' and '.join(missing)}"
+        )
+    return _labelled_format(text, pair, label)
+
+
+def _first(names: Sequence[str] | set[str], wanted: Sequence[str]) -> str | None:
+    return next((name for name in wanted if name in names), None)
+
+
+def _require(table: Table, name: str) -> None:
+    if name not in table.names:
+        raise DataError(
+            f"{table.source} has no column {name!r}; there are {', '.join(table.names)}"
+        )
+
+
+def _text(row: Row, column: str, *, empty: bool = False) -> str:
+    value = row.get(column)
+    if not isinstance(value, str):
+        raise RowProblem(column, value, "needs text")
+    if not empty and not value.strip():
+        raise RowProblem(column, value, "needs text that is not empty")
+    return value
+
+
+def _text_format(column: str) -> Format:
+    return Format(
+        kind="text",
+        columns=(column,),
+        normalise=lambda row: Text(text=_text(row, column)),
+        good_row={column: "A whole document."},
+    )
+
+
+def _tokens_format() -> Format:
+    def normalise(row: Row) -> Tokens:
+        ids, labels = row["input_ids"], row.get("labels")
+        for column, value in (("input_ids", ids), ("labels", labels)):
+            if value is None and column == "labels":
+                continue
+            if not isinstance(value, Sequence) or not all(type(i) is int for i in value):
+                raise RowProblem(column, value, "needs a list of whole numbers")
+        if labels is not None and len(labels) != len(ids):
+            raise RowProblem("labels", labels, f"needs {len(ids)} numbers, as input_ids has")
+        return Tokens(input_ids=tuple(ids), labels=None if labels is None else tuple(labels))
+
+    good = {"input_ids": [1, 5, 6, 2], "labels": [-100, -100, 6, 2]}
+    return Format(
+        kind="tokens", columns=("input_ids", "labels"), normalise=normalise, good_row=good
+    )
+
+
+def _pair_format(prompt: str, completion: str, table: Table) -> Format:
+    joiner = "" if (prompt, completion) == ("prompt", "completion") else "\n"
+
+    def normalise(row: Row) -> Example:
+        if isinstance(row.get(prompt), list):
+            return _conversational_pair(row, prompt, completion)
+        user = _text(row, prompt)
+        answer = _text(row, completion)
+        return PromptCompletion(prompt=user + joiner, completion=answer, user=user)
+
+    good = {prompt: "What is the capital of France?", completion: " Paris"}
+    return Format(
+        kind="prompt-completion", columns=(prompt, completion), normalise=normalise, good_row=good
+    )
+
+
+def _conversational_pair(row: Row, prompt: str, completion: str) -> Chat:
+    before, _ = _turns(row, prompt)
+    after, train = _turns(row, completion)
+    return Chat(
+        messages=before + after,
+        train=(False,) * len(before) + train,
+        tools=_tools(row),
+        template_kwargs=row.get("chat_template_kwargs") or {},
+    )
+
+
+def _alpaca_format(answer: str, names: set[str]) -> Format:
+    def normalise(row: Row) -> PromptCompletion:
+        instruction, given = _text(row, "instruction"), row.get("input") or ""
+        if not isinstance(given, str):
+            raise RowProblem("input", given, "needs text, or nothing")
+        middle = f"### Input:\n{given}\n\n" if given else ""
+        return PromptCompletion(
+            prompt=f"### Instruction:\n{instruction}\n\n{middle}### Response:\n",
+            completion=_text(row, answer),
+            user=f"{instruction}\n\n{given}" if given else instruction,
+            system=row.get("system") or None,
+            history=tuple((turn[0], turn[1]) for turn in row.get("history") or ()),
+        )
+
+    columns = tuple(n for n in ("instruction", "input", answer, "system", "history") if n in names)
+    good = {"instruction": "Translate to French.", "input": "Good morning", answer: "Bonjour"}
+    return Format(kind="alpaca", columns=columns, normalise=normalise, good_row=good)
+
+
+def _chat_format(column: str, turn: Any, has_tools: bool) -> Format:
+    sharegpt = isinstance(turn, Mapping) and "from" in turn
+    keys = ("from", "value") if sharegpt else ("role", "content")
+    names = ("human", "gpt") if sharegpt else ("user", "assistant")
+    good = {
+        column: [
+            {keys[0]: names[0], keys[1]: "What is the capital of France?"},
+            {keys[0]: names[1], keys[1]: "Paris"},
+        ]
+    }
+
+    def normalise(row: Row) -> Chat:
+        turns, train = _turns(row, column)
+        if sharegpt and row.get("system"):
+            turns, train = ({"role": "system", "content": row["system"]}, *turns), (False, *train)
+        kwargs = row.get("chat_template_kwargs") or {}
+        return Chat(messages=turns, train=train, tools=_tools(row), template_kwargs=kwargs)
+
+    columns = (column, "tools") if has_tools else (column,)
+    kind: Kind = "sharegpt" if sharegpt else "messages"
+    return Format(kind=kind, columns=columns, normalise=normalise, good_row=good)
+
+
+def _first_turn(table: Table, column: str) -> Any:
+    turns = next((value for value in table.column(column) if value), None)
+    return turns[0] if isinstance(turns, list) else None
+
+
+def _turns(row: Row, column: str) -> tuple[tuple[Mapping[str, Any], ...], tuple[bool, ...]]:
+    value = row.get(column)
+    if not isinstance(value, list) or not value:
+        raise RowProblem(column, value, "needs a list of turns that is not empty")
+    turns = tuple(_turn(turn, f"{column}[{i}]") for i, turn in enumerate(value))
+    return turns, tuple(_may_train(turn) for turn in value)
+
+
+def _may_train(turn: Mapping[str, Any]) -> bool:
+    """Per-turn control as axolotl (train) and OpenAI (weight) write it."""
+    train = turn.get("train")
+    return (train is None or bool(train)) and turn.get("weight") != 0
+
+
+def _turn(turn: Any, at: str) -> Mapping[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise RowProblem(at, turn, "needs an object with role and content")
+    who, what = ("from", "value") if "from" in turn else ("role", "content")
+    role = _ROLES.get(turn.get(who) or "", turn.get(who))
+    if not isinstance(role, str):
+        raise RowProblem(f"{at}.{who}", role, "needs user, assistant, system or tool")
+    content = turn.get(what)
+    if role == "function_call":
+        return _function_call(content, f"{at}.{what}")
+    rest = {
+        k: v for k, v in turn.items() if k not in (who, what, "train", "weight") and v is not None
+    }
+    if content is None and not turn.get("tool_calls"):
+        raise RowProblem(f"{at}.{what}", content, "needs text")
+    if content is not None and not isinstance(content, str | list):
+        raise RowProblem(f"{at}.{what}", content, "needs text")
+    return {"role": role, "content": "" if content is None else content, **rest}
+
+
+def _function_call(content: Any, at: str) -> Mapping[str, Any]:
+    """ShareGPT's function_call turn -> an assistant turn with tool_calls."""
+    try:
+        calls = json.loads(content) if isinstance(content, str) else content
+    except json.JSONDecodeError as error:
+        raise RowProblem(at, content, f"needs JSON with name and arguments ({error.msg})") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, Mapping) and "name" in call for call in calls):
+        raise RowProblem(at, content, "needs JSON with name and arguments")
+    tool_calls = [{"type": "function", "function": dict(call)} for call in calls]
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
+
+
+def _tools(row: Row) -> tuple[Any, ...] | None:
+    """Tools as objects or a JSON string, bare or wrapped as OpenAI's function objects."""
+    tools = row.get("tools")
+    if not tools:
+        return None
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+    except json.JSONDecodeError as error:
+        raise RowProblem("tools", row["tools"], f"needs a JSON list ({error.msg})") from None
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowProblem("tools", row["tools"], "needs a list of objects")
+    wrapped = (t if "function" in t else {"type": "function", "function": t} for t in tools)
+    return tuple(wrapped) or None
+
+
+def _labelled_format(text: str, pair: str | None, label: str) -> Format:
+    def normalise(row: Row) -> Labelled:
+        value = row.get(label)
+        if value is None or value == "":
+            raise RowProblem(label, value, "needs a label")
+        second = None if pair is None else _text(row, pair)
+        return Labelled(text=_text(row, text), pair=second, label=value)
+
+    columns = (text, label) if pair is None else (text, pair, label)
+    good = {
+        text: "Where is my card?",
+        **({pair: "It is late."} if pair else {}),
+        label: "card_arrival",
+    }
+    return Format(kind="labelled", columns=columns, normalise=normalise, good_row=good)
