@@ -1,0 +1,363 @@
+"""A module and example inputs -> a functional `Program`, through torch.export.
+
+Knows: torch.export, dynamic dims, tied weights, which operators must be decomposed. Does not know: JAX
+values, loops. The module may live on the meta device; no weight is read here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.export.graph_signature import InputKind as TorchInputKind
+from torch.export.graph_signature import OutputKind
+from torch.overrides import TorchFunctionMode
+
+from headrace.bridge.attention import attention_as_operator
+from headrace.bridge.ops.registry import lookup
+from headrace.bridge.program import Input, Output, PassRecord, Program
+from headrace.errors import CaptureError
+
+log = logging.getLogger(__name__)
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic: bool = True,
+    attention: bool = True,
+) -> Program:
+    """Capture `module(*args, **kwargs)` in its present train/eval mode.
+
+    Batch (dim 0 of every tensor) and sequence (dim 1 of token-like tensors) stay symbolic when the model
+    allows it; otherwise the shapes of the example are fixed and the log says why. Costs one trace (about
+    0.3 s a transformer layer on one core) and no weight memory.
+
+    Raises:
+        CaptureError: torch.export cannot follow the module's Python; the message has its reason.
+        TypeError: an input is not a tensor, number, bool, string or None.
+    """
+    start = time.perf_counter()
+    arguments = _without_cache(module, dict(kwargs or {}))
+    args = tuple(_example(a) for a in args)
+    arguments = pytree.tree_map(_example, arguments)
+    _check_inputs(module, args, arguments)
+    notes: list[str] = []
+    exported = _export(module, args, arguments, dynamic, attention, notes)
+    exported = _functional(exported)
+    program = _program(module, exported, notes)
+    record = PassRecord(name="capture", seconds=time.perf_counter() - start, notes=tuple(notes))
+    return Program(**{**vars(program), "history": (record,)})
+
+
+def _example(value: Any) -> Any:
+    # Distinct storage: export gives one placeholder to two arguments that are the same tensor.
+    # Two rows: a size of 1 would be taken for a constant.
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().clone()
+    return torch.cat([value, value]) if value.ndim and value.shape[0] == 1 else value
+
+
+def _check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    problems = [
+        f"  {pytree.keystr(path)}: {type(leaf).__name__}"
+        for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]
+        if not isinstance(leaf, (torch.Tensor, int, float, bool, str, type(None)))
+    ]
+    problems += [
+        f"  {pytree.keystr(path)}: {leaf.layout if leaf.layout != torch.strided else leaf.dtype} tensor"
+        for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]
+        if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_quantized)
+    ]
+    if problems:
+        raise TypeError(
+            f"{type(module).__name__} got example inputs that cannot be captured:\n"
+            + "\n".join(problems)
+            + "\nInputs are dense torch tensors, numbers, strings, None, or dicts and lists of them."
+        )
+
+
+def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Ask Hugging Face models not to return a key/value cache: it is no part of a training program."""
+    has_cache = getattr(getattr(module, "config", None), "use_cache", None)
+    if has_cache and "use_cache" not in kwargs and "use_cache" in _parameters(module):
+        return {**kwargs, "use_cache": False}
+    return kwargs
+
+
+def _parameters(module: nn.Module) -> set[str]:
+    inner = module.get_base_model() if hasattr(module, "get_base_model") else module  # pyright: ignore
+    return set(inspect.signature(inner.forward).parameters)  # pyright: ignore
+
+
+def _export(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic: bool,
+    attention: bool,
+    notes: list[str],
+) -> torch.export.ExportedProgram:
+    """Export with as much freedom as the model allows: ours first, then the model's own attention, then static."""
+    attempts = [
+        (a, d)
+        for d in ([True, False] if dynamic else [False])
+        for a in ([True, False] if attention else [False])
+    ]
+    errors: list[str] = []
+    for use_attention, use_dynamic in attempts:
+        shapes = _dynamic_shapes(module, args, kwargs) if use_dynamic else None
+        try:
+            with attention_as_operator(module, enabled=use_attention) as reason, _tracing():
+                exported = torch.export.export(
+                    module,
+                    args,
+                    kwargs,
+                    dynamic_shapes=shapes,
+                    strict=False,
+                    prefer_deferred_runtime_asserts_over_guards=True,
+                )
+        except Exception as error:
+            errors.append(_first_lines(error))
+            last = error
+            continue
+        if reason:
+            notes.append(reason + "; its own attention is captured operator by operator")
+        if errors:
+            how = ("our attention operator" if use_attention else "its own attention") + (
+                ", dynamic shapes" if use_dynamic else ", shapes fixed to the example"
+            )
+            notes.append(f"captured with {how} because: {errors[0]}")
+            log.info("%s: %s", type(module).__name__, notes[-1])
+        return exported
+    raise CaptureError(
+        f"{type(module).__name__} could not be captured by torch.export.\n"
+        f"  {errors[0]}\n"
+        "Needed: a forward whose Python does not branch on tensor values. "
+        "Run `headrace check` on the model for where it happens, or set the option that avoids that branch."
+    ) from last
+
+
+def _first_lines(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: " + " ".join(lines[:2])[:400]
+
+
+@contextlib.contextmanager
+def _tracing() -> Iterator[None]:
+    with warnings.catch_warnings(), _ConstantDraws():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _ConstantDraws(TorchFunctionMode):
+    """`torch.rand([]) < 0.0` is False for every draw.
+
+    Encoder-decoders skip layers with `if torch.rand([]) < self.layerdrop`; with layerdrop = 0 the branch
+    never depends on the draw, but the exporter cannot know.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws: set[int] = set()
+        self._keep: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt) and len(args) == 2:
+            left, right = args
+            if id(left) in self._draws and isinstance(right, (int, float)) and right <= 0:
+                return False
+        result = func(*args, **kwargs)
+        if func is torch.rand and isinstance(result, torch.Tensor) and result.ndim == 0:
+            self._draws.add(id(result))
+            self._keep.append(result)
+        return result
+
+
+def _dynamic_shapes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Dim.AUTO` for the batch of every tensor and the sequence of integer and boolean ones."""
+    auto = torch.export.Dim.AUTO
+
+    def dims(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+            return None
+        token_like = not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
+        return {0: auto, 1: auto} if leaf.ndim == 2 and token_like else {0: auto}
+
+    positional = pytree.tree_map(dims, args)
+    keywords = pytree.tree_map(dims, kwargs)
+    if not positional:
+        return keywords
+    names = list(inspect.signature(module.forward).parameters.values())
+    by_name: dict[str, Any] = {}
+    for i, value in enumerate(positional):
+        parameter = names[min(i, len(names) - 1)]
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            by_name[parameter.name] = tuple(positional[i:])
+            break
+        by_name[parameter.name] = value
+    return by_name | keywords
+
+
+def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Rewrite mutation away and decompose what has no rule; a graph that needs neither is left alone."""
+    for _ in range(4):
+        table = _decompositions(exported)
+        if not (table or _mutates(exported)):
+            return exported
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = exported.run_decompositions(table)
+    return exported
+
+
+def _calls(exported: torch.export.ExportedProgram) -> list[torch.fx.Node]:
+    return [
+        node
+        for graph_module in exported.graph_module.modules()
+        if isinstance(graph_module, torch.fx.GraphModule)
+        for node in graph_module.graph.nodes
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    ]
+
+
+def _mutates(exported: torch.export.ExportedProgram) -> bool:
+    return any(
+        node.target._schema.is_mutable or _updates_statistics(node)  # pyright: ignore
+        for node in _calls(exported)
+    )
+
+
+def _updates_statistics(node: torch.fx.Node) -> bool:
+    """Batch norm in training mode writes its running statistics although its schema does not say so."""
+    flags = {torch.ops.aten.batch_norm.default: 5, torch.ops.aten.instance_norm.default: 5}
+    return node.target in flags and bool(node.args[flags[node.target]]) and node.args[3] is not None
+
+
+def _decompositions(exported: torch.export.ExportedProgram) -> dict[Any, Any]:
+    missing = {
+        n.target
+        for n in _calls(exported)
+        if lookup(n.target) is None and not n.target._schema.is_mutable
+    }  # pyright: ignore
+    missing -= {op for op in missing if op.namespace not in ("aten", "prims")}  # pyright: ignore
+    if not missing:
+        return {}
+    # Only the core table: PyTorch's further decompositions end in `prims`, which alias their inputs.
+    known = dict(torch.export.default_decompositions().items())
+    return {op: known[op] for op in missing if op in known}
+
+
+def _program(
+    module: nn.Module, exported: torch.export.ExportedProgram, notes: list[str]
+) -> Program:
+    signature = exported.graph_signature
+    tied = _tied_names(module)
+    kinds = {
+        TorchInputKind.PARAMETER: "parameter",
+        TorchInputKind.BUFFER: "buffer",
+        TorchInputKind.CONSTANT_TENSOR: "constant",
+        TorchInputKind.USER_INPUT: "user",
+    }
+    paths = _user_paths(exported)
+    inputs: list[Input] = []
+    constants: dict[str, torch.Tensor] = {}
+    owned = dict(module.named_buffers(remove_duplicate=False))
+    for spec in signature.input_specs:
+        if spec.kind not in kinds:
+            raise CaptureError(
+                f"{type(module).__name__}: inputs of kind {spec.kind.name} are not supported"
+            )
+        name = spec.target if spec.target is not None else next(paths)
+        name = tied.get(name, name)
+        kind = kinds[spec.kind]
+        if kind == "constant" or (kind == "buffer" and name not in owned):
+            kind = "constant"
+            constants[name] = exported.constants[spec.target]  # pyright: ignore
+        key = name
+        inputs.append(Input(node=spec.arg.name, kind=kind, names=(name,), key=key))  # pyright: ignore
+    outputs = [
+        Output(kind="buffer", name=spec.target or "")
+        if spec.kind is OutputKind.BUFFER_MUTATION
+        else Output(kind="user")
+        for spec in signature.output_specs
+        if spec.kind is not OutputKind.USER_INPUT_MUTATION
+    ]
+    graph = _flat_graph(exported)
+    if len(outputs) != len(signature.output_specs):
+        notes.append("the module writes into its inputs; those writes are not returned")
+        _drop_outputs(
+            graph, [s.kind is OutputKind.USER_INPUT_MUTATION for s in signature.output_specs]
+        )
+    return Program(
+        name=type(module).__name__,
+        graph=graph,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        in_spec=exported.call_spec.in_spec,
+        out_spec=exported.call_spec.out_spec,
+        constants=constants,
+        tied=tied,
+        trainable=frozenset(n for n, p in module.named_parameters() if p.requires_grad),
+        dynamic=any(
+            isinstance(d, torch.SymInt)
+            for n in graph.nodes
+            if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)
+            for d in n.meta["val"].shape
+        ),
+    )
+
+
+def _drop_outputs(graph: torch.fx.Graph, drop: list[bool]) -> None:
+    node = next(iter(reversed(graph.nodes)))
+    node.args = (tuple(v for v, out in zip(node.args[0], drop, strict=True) if not out),)
+
+
+def _user_paths(exported: torch.export.ExportedProgram) -> Iterator[str]:
+    spec = exported.call_spec.in_spec
+    tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    for path, _ in pytree.tree_flatten_with_path(tree)[0]:
+        yield _path_name(path)
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    head, rest = path[0], path[1:]
+    if head == pytree.SequenceKey(0):
+        return "args" + pytree.keystr(rest)
+    first = rest[0]
+    name = str(first.key) if isinstance(first, pytree.MappingKey) else pytree.keystr((first,))
+    return name + pytree.keystr(rest[1:])
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """Further names of a tied parameter or buffer -> the first one, which is the name that is stored."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    everything = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in everything:
+        if id(tensor) in first:
+            tied[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+    return tied
+
+
+def _flat_graph(exported: torch.export.ExportedProgram) -> torch.fx.Graph:
+    from headrace.bridge.passes.inline import inline_regions
+
+    return inline_regions(exported.graph_module)

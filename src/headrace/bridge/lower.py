@@ -1,0 +1,329 @@
+"""A `Program` -> values: walk the graph with the operator rules.
+
+Runs while JAX traces, so its cost is paid once a compilation. Every result is compared with the
+exporter's record of shape and dtype (`node.meta["val"]`), which is a free oracle for each rule.
+
+Knows: graph nodes, rules, loops and remat policies. Does not know: modules, parameter names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import sympy
+import torch
+import torch.fx as fx
+from jax.ad_checkpoint import checkpoint_name
+
+from headrace.bridge.dtypes import to_jax_dtype
+from headrace.bridge.masks import MaskSpec, attention_rule, mask_rule
+from headrace.bridge.ops.registry import Rule, lookup
+from headrace.bridge.program import Loop, Program
+from headrace.errors import UnsupportedOpsError
+
+RematPolicy = Literal["none", "full", "dots", "attention", "offload"]
+Array = jax.Array
+
+_HEADRACE = torch.ops.headrace
+_LAYER_ARGUMENT = 10  # of headrace::attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How one program is run: what is random, what is recomputed, what the batch says about attention.
+
+    rng: key for every operator that draws; None when the program draws nothing.
+    train: False turns dropout off and makes batch norm use its running statistics.
+    """
+
+    rng: Array | None = None
+    train: bool | None = None
+    remat: RematPolicy = "none"
+    segment_ids: Array | None = None
+    symbols: Mapping[Any, int] = field(default_factory=dict)
+    sizes: dict[Any, int | None] = field(default_factory=dict)
+    observe: Callable[[fx.Node, Any], None] | None = None
+
+
+class LoweringMismatch(AssertionError):
+    """A rule gave another shape or dtype than PyTorch: a mistake of ours, with the node that shows it."""
+
+
+def check_supported(program: Program) -> None:
+    """Refuse a program with operators that have no rule, listing all of them with where they are used."""
+    missing: dict[str, list[fx.Node]] = {}
+    for node in program.nodes():
+        if isinstance(node.target, torch._ops.OpOverload) and _own_rule(node) is None:
+            missing.setdefault(str(node.target), []).append(node)
+    if not missing:
+        return
+    lines = [
+        f"  {name}  {len(nodes)} uses, first {place(nodes[0])}"
+        for name, nodes in sorted(missing.items())
+    ]
+    raise UnsupportedOpsError(
+        f"{len(missing)} operators of {program.name} have no JAX rule.\n"
+        + "\n".join(lines)
+        + "\nNothing was loaded. To add a rule see docs/adding-an-op.md."
+    )
+
+
+def place(node: fx.Node) -> str:
+    """Module path, class and source line of a node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path, kind = list(stack.values())[-1] if stack else ("", "the model")
+    kind = kind if isinstance(kind, str) else kind.__name__
+    line = (node.meta.get("stack_trace") or "").strip().splitlines()
+    where = next((text.strip() for text in reversed(line) if text.strip().startswith("File")), "")
+    return f"in {path or 'the model'} ({kind.rsplit('.', 1)[-1]}) {where}".strip()
+
+
+def _own_rule(node: fx.Node) -> Any:
+    special = {
+        _HEADRACE.mask.default: mask_rule,
+        _HEADRACE.attention.default: attention_rule,
+        torch.ops.aten.sym_size.int: int,
+    }
+    return special.get(node.target) or lookup(node.target)
+
+
+def run(program: Program, values: Sequence[Any], settings: Settings) -> list[Any]:
+    """All results of the graph for the values of its placeholders, in order."""
+    symbols = _bind_symbols(program, values)
+    settings = replace(settings, symbols=symbols, sizes={})
+    return list(interpret(program.graph, values, settings))
+
+
+def _bind_symbols(program: Program, values: Sequence[Any]) -> dict[Any, int]:
+    bound: dict[Any, int] = {}
+    for node, value in zip(program.placeholders, values, strict=True):
+        record = node.meta.get("val")
+        if isinstance(record, torch.Tensor) and hasattr(value, "shape"):
+            for size, actual in zip(record.shape, value.shape, strict=False):
+                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                    bound.setdefault(size.node.expr, int(actual))
+    return bound
+
+
+def interpret(graph: fx.Graph, values: Sequence[Any], settings: Settings) -> Any:
+    """The output of a bare graph for the values of its placeholders."""
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    return _interpret(graph, dict(zip(placeholders, values, strict=True)), settings)
+
+
+def as_array(value: Any) -> Any:
+    """A result as the caller may see it: masks as arrays, everything else unchanged."""
+    return value.dense() if isinstance(value, MaskSpec) else value
+
+
+def _interpret(graph: fx.Graph, env: dict[fx.Node, Any], settings: Settings) -> Any:
+    for node in graph.nodes:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], lambda n: env[n])
+        if node.op == "call_function":
+            env[node] = call_node(node, env, settings)
+            if settings.observe is not None:
+                settings.observe(node, env[node])
+    raise AssertionError("a graph ends with an output node")
+
+
+def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> Any:
+    """The value of one node when those of its inputs are in `env`."""
+    # fx.map_arg turns lists into immutable ones and keeps slices; values are looked up as they are.
+    args = fx.map_arg(node.args, lambda n: env[n])
+    kwargs = dict(fx.map_arg(node.kwargs, lambda n: env[n]))
+    target = node.target
+    if isinstance(target, Loop):
+        return _run_loop(target, args, settings)
+    if target is _HEADRACE.mask.default:
+        return mask_rule(*args, **kwargs)
+    if target is _HEADRACE.attention.default:
+        key = _key(node, settings) if args[9] and settings.train is not False else None
+        out = attention_rule(*args, segment_ids=settings.segment_ids, key=key)
+        out = checkpoint_name(out, "attention")
+        _compare(node, out, settings)
+        return out
+    args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=_is_mask)
+    if target is torch.ops.aten.sym_size.int:
+        return int(args[0].shape[args[1]])
+    if not isinstance(target, torch._ops.OpOverload):
+        return target(*args, **kwargs)  # pyright: ignore  Python arithmetic on sizes, getitem
+    rule = lookup(target)
+    if rule is None:
+        raise UnsupportedOpsError(f"{target} has no JAX rule ({place(node)})")
+    return _apply_rule(rule, node, args, kwargs, settings)
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, MaskSpec)
+
+
+def _apply_rule(
+    rule: Rule, node: fx.Node, args: Any, kwargs: dict[str, Any], settings: Settings
+) -> Any:
+    args, kwargs = _with_mode(rule, tuple(args), kwargs, settings.train)
+    if rule.draws:
+        kwargs["key"] = _key(node, settings) if _draws_here(rule, args, kwargs) else None
+    try:
+        result = rule.function(*args, **kwargs)
+    except Exception as error:
+        error.add_note(f"while lowering {node.target} as {node.name} {place(node)}")
+        raise
+    _compare(node, result, settings)
+    return result
+
+
+def _with_mode(
+    rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Turn an operator's `train`/`training` flag off when the program runs for evaluation."""
+    if train is not False:
+        return args, kwargs
+    values = list(args)
+    for i, argument in enumerate(rule.schema.arguments):
+        if argument.name not in ("train", "training"):
+            continue
+        if i < len(values):
+            values[i] = False
+        else:
+            kwargs[argument.name] = False
+    if any(a.name == "dropout_p" for a in rule.schema.arguments):
+        i = [a.name for a in rule.schema.arguments].index("dropout_p")
+        if i < len(values):
+            values[i] = 0.0
+        elif "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+    return tuple(values), kwargs
+
+
+def _draws_here(rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call needs a key: dropout with probability 0 or in evaluation does not."""
+    given = dict(zip((a.name for a in rule.schema.arguments), args, strict=False)) | dict(kwargs)
+    for argument in rule.schema.arguments:
+        value = given.get(argument.name, argument.default_value)
+        if argument.name in ("train", "training") and value is False:
+            return False
+        if argument.name in ("p", "dropout_p") and isinstance(value, (int, float)) and value == 0:
+            return not any(
+                a.name in ("train", "training", "dropout_p") for a in rule.schema.arguments
+            )
+    return True
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the node draws random numbers as captured; dropout with probability 0 does not."""
+    if node.target is _HEADRACE.attention.default:
+        return bool(node.args[9])
+    rule = lookup(node.target)
+    return rule is not None and rule.draws and _draws_here(rule, node.args, node.kwargs)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the operator's values are random: nothing to compare."""
+    rule = lookup(node.target)
+    return rule is not None and rule.draws and draws(node) and "dropout" not in str(node.target)
+
+
+def _key(node: fx.Node, settings: Settings) -> Array:
+    if settings.rng is None:
+        raise ValueError(
+            f"the program draws random numbers ({node.target}, {place(node)}) but got no key.\n"
+            "Pass rng=jax.random.key(seed), or train=False to turn dropout off."
+        )
+    return jax.random.fold_in(settings.rng, node.meta["draw"])
+
+
+def _compare(node: fx.Node, result: Any, settings: Settings) -> None:
+    record = node.meta.get("val")
+    if isinstance(record, torch.Tensor):
+        _compare_one(node, record, result, settings)
+    elif isinstance(record, (tuple, list)) and isinstance(result, (tuple, list)):
+        for want, got in zip(record, result, strict=False):
+            if isinstance(want, torch.Tensor) and got is not None:
+                _compare_one(node, want, got, settings)
+
+
+def _compare_one(node: fx.Node, record: torch.Tensor, result: Any, settings: Settings) -> None:
+    shape = tuple(_size(s, settings) for s in record.shape)
+    got = tuple(jnp.shape(result))
+    same = len(shape) == len(got) and all(
+        s is None or s == g for s, g in zip(shape, got, strict=True)
+    )
+    dtype = to_jax_dtype(record.dtype)
+    if not same or getattr(result, "dtype", None) != dtype:
+        raise LoweringMismatch(
+            f"{node.target} ({node.name}, {place(node)}) gave {getattr(result, 'dtype', type(result))}{list(got)}; "
+            f"PyTorch records {dtype}{[s if s is not None else '?' for s in shape]}. "
+            "This is a mistake in Headrace's rule; please report it with the model's name."
+        )
+
+
+def _size(size: Any, settings: Settings) -> int | None:
+    """The concrete size of a recorded dimension, None when a symbol in it is not bound by an input."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    if expression not in settings.sizes:
+        value = expression.subs(settings.symbols) if not expression.is_Integer else expression
+        settings.sizes[expression] = int(value) if value.is_Integer else None
+    return settings.sizes[expression]
+
+
+def _run_loop(loop: Loop, args: Sequence[Any], settings: Settings) -> tuple[Any, ...]:
+    carries = tuple(args[: loop.num_carries])
+    stacked = tuple(args[loop.num_carries : loop.num_carries + loop.num_stacked])
+    shared = tuple(args[loop.num_carries + loop.num_stacked :])
+
+    def body(carry: tuple[Any, ...], slices: tuple[Any, ...]) -> tuple[Any, Any]:
+        index, values = slices
+        inner = settings
+        if settings.rng is not None:
+            inner = replace(settings, rng=jax.random.fold_in(settings.rng, index))
+        results = tuple(interpret(loop.body, (*carry, *values, *shared), inner))
+        return results[: loop.num_carries], results[loop.num_carries :]
+
+    run_body = _remat(body, settings.remat, in_loop=loop.length > 1)
+    if loop.length == 1:
+        carry, collected = run_body(carries, (jnp.uint32(0), stacked))
+        return (*carry, *collected)
+    index = jnp.arange(loop.length, dtype=jnp.uint32)
+    carry, collected = jax.lax.scan(run_body, carries, (index, stacked))
+    return (*carry, *collected)
+
+
+def _remat(body: Callable[..., Any], policy: RematPolicy, *, in_loop: bool) -> Callable[..., Any]:
+    if policy not in get_args(RematPolicy):
+        raise ValueError(
+            f"remat={policy!r} is not a policy; it is one of {', '.join(get_args(RematPolicy))}"
+        )
+    if policy == "none":
+        return body
+    policies = jax.checkpoint_policies
+    chosen = {
+        "full": policies.nothing_saveable,
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "attention": policies.save_only_these_names("attention"),
+        "offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["attention"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }[policy]
+    # Inside a scan the loop itself keeps XLA from merging the recomputation with the first pass.
+    return jax.checkpoint(body, policy=chosen, prevent_cse=not in_loop)
+
+
+__all__ = [
+    "LoweringMismatch",
+    "RematPolicy",
+    "Settings",
+    "as_array",
+    "check_supported",
+    "interpret",
+    "run",
+]

@@ -1,0 +1,140 @@
+"""Clean a captured graph: drop assertions and dead code, lift size arithmetic, forget empty segments.
+
+After this pass every node that only computes sizes stands before the first layer and stands once, so
+that repeated layers look alike to the roll pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from headrace.bridge.program import Program, copy_graph
+
+_CHECKS = ("_assert", "sym_constrain", "_assert_tensor_metadata", "_assert_scalar")
+_MASK = torch.ops.headrace.mask.default
+_SEGMENTS = 6  # argument of headrace::mask
+
+
+def simplify(program: Program) -> tuple[Program, list[str]]:
+    """Program -> Program with the same results and fewer nodes."""
+    graph, _ = copy_graph(program.graph)
+    removed = _drop_checks(graph)
+    _number_draws(graph)
+    notes = _drop_constant_segments(graph)
+    _lift_sizes(graph)
+    graph.eliminate_dead_code(_is_impure)
+    if removed:
+        notes.append(f"{removed} run-time assertions dropped")
+    return replace(program, graph=graph), notes
+
+
+def _is_impure(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output")
+
+
+def _drop_checks(graph: fx.Graph) -> int:
+    checks = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and not node.users
+        and _name(node).split(".")[-1].startswith(_CHECKS)
+    ]
+    for node in reversed(checks):
+        graph.erase_node(node)
+    return len(checks)
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._opname
+    return getattr(target, "__name__", str(target))
+
+
+def _number_draws(graph: fx.Graph) -> None:
+    """Give every node an ordinal from which its random key is derived; loops keep it and add the layer."""
+    for ordinal, node in enumerate(graph.nodes):
+        node.meta = {**node.meta, "draw": ordinal}
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node gives an integer about shapes, not a tensor."""
+    value = node.meta.get("val")
+    return (
+        isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat, int))
+        and node.op == "call_function"
+    )
+
+
+def _lift_sizes(graph: fx.Graph) -> None:
+    """Move size arithmetic on placeholders to the top and merge equal nodes."""
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1:]
+    if not last:
+        return
+    anchor = last[0]
+    lifted: dict[Any, fx.Node] = {}
+    ready = {n for n in graph.nodes if n.op == "placeholder"}
+    for node in list(graph.nodes):
+        if not is_size(node) or any(n not in ready for n in node.all_input_nodes):
+            continue
+        key = (node.target, str(node.args), str(node.kwargs))
+        if key in lifted:
+            node.replace_all_uses_with(lifted[key])
+            graph.erase_node(node)
+            continue
+        lifted[key] = node
+        ready.add(node)
+        anchor.append(node)
+        anchor = node
+
+
+def _drop_constant_segments(graph: fx.Graph) -> list[str]:
+    """Forget segments that hold no information.
+
+    While tracing, transformers derives segments from `position_ids` even when the model made those itself
+    as 0, 1, 2, …; then all tokens are one segment. Such a value depends on sizes alone: it is computed
+    here, for two different sizes, and dropped when it is constant along the sequence.
+    """
+    dropped = 0
+    for node in graph.nodes:
+        if node.target is not _MASK or len(node.args) <= _SEGMENTS or node.args[_SEGMENTS] is None:
+            continue
+        segments = node.args[_SEGMENTS]
+        needed = _ancestors(segments)
+        if any(n.op == "placeholder" for n in needed):
+            continue
+        if all(_is_constant(segments, needed, size) for size in (5, 8)):
+            node.args = (*node.args[:_SEGMENTS], None)
+            dropped += 1
+    return [f"{dropped} masks: positions are the default ones, so no segments"] if dropped else []
+
+
+def _ancestors(node: fx.Node) -> list[fx.Node]:
+    """Tensor-value ancestors in graph order; sizes are leaves, for their value is only a number."""
+    found: set[fx.Node] = set()
+    queue = [node]
+    while queue:
+        current = queue.pop()
+        if current in found:
+            continue
+        found.add(current)
+        if current.target is not torch.ops.aten.sym_size.int:
+            queue += current.all_input_nodes
+    return [n for n in node.graph.nodes if n in found]
+
+
+def _is_constant(node: fx.Node, needed: list[fx.Node], size: int) -> bool:
+    env: dict[fx.Node, Any] = {}
+    for current in needed:
+        if current.target is torch.ops.aten.sym_size.int:
+            env[current] = size
+        else:
+            args, kwargs = fx.map_arg((current.args, current.kwargs), lambda n: env[n])
+            env[current] = current.target(*args, **kwargs)  # pyright: ignore
+    value = env[node]
+    return bool((value == value[..., :1]).all())
