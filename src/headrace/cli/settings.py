@@ -1,0 +1,37 @@
+"""Words of the command line -> a checked configuration, and how it is shown.
+
+Knows: which word is the YAML file. Does not know: what a setting means (`headrace.config`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.config import ResolvedConfig
+
+
+def read_settings(words: Sequence[str]) -> ResolvedConfig:
+    """`[config.yaml] --field value ...` -> settings with sources; ConfigError lists problems."""
+    from headrace.config import load_config
+
+    rest = list(words)
+    has_file = bool(rest) and not rest[0].startswith("--") and "=" not in rest[0]
+    path = rest.pop(0) if has_file else None
+    return load_config(path, rest)
+
+
+def show_settings(resolved: ResolvedConfig) -> None:
+    """Notes about foreign names, then every setting that was given, with where."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for note in resolved.notes:
+        console.print(f"note: {note}", style="yellow", markup=False)
+    given = resolved.config.as_given()
+    wide = max((len(name) for name in given), default=0)
+    for name, value in given.items():
+        source = resolved.sources.get(name, "flag")
+        console.print(f"  {name:<{wide}}  {value}", end="  ", markup=False)
+        console.print(source, style="dim", markup=False)
