@@ -12,8 +12,9 @@ loader.py           steps in a fixed, resumable order; prefetch.py: made ahead i
 load.py             all of it from a TrainConfig; report.py: what was done
 """
 
+from headrace.data.dataset import Dataset, causal_dataset, labelled_dataset
 from headrace.data.labels import Labels
-from headrace.data.load import Dataset, TrainingData, load_data
+from headrace.data.load import TrainingData, load_data
 from headrace.data.loader import Loader, LoaderState, Step
 from headrace.data.prefetch import Prefetch
 from headrace.data.report import DataReport
@@ -27,5 +28,7 @@ __all__ = [
     "Prefetch",
     "Step",
     "TrainingData",
+    "causal_dataset",
+    "labelled_dataset",
     "load_data",
 ]

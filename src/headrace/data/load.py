@@ -1,7 +1,7 @@
-"""TrainConfig + tokenizer -> everything training reads: loaders, labels, reports.
+"""TrainConfig + tokenizer -> everything training reads: rows, labels, reports, loaders.
 
-The one place that knows the order of the stages: read, detect, tokenise, choose lengths, apply the
-policy, pack or bucket, load. Data may come from the configuration or from Python.
+Decides which splits there are and where they come from (configuration or Python); what happens to
+one split stands in dataset.py.
 """
 
 from __future__ import annotations
@@ -14,38 +14,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from headrace.config import TrainConfig
-from headrace.data.batches import Rows
-from headrace.data.buckets import bucket_of, choose_buckets, padding_share, round_up
 from headrace.data.chat import load_chat_template
-from headrace.data.classify import cut_labelled, labelled_rows, tokenize_labelled
-from headrace.data.examples import Examples
-from headrace.data.formats import Format, detect_causal, detect_labelled
-from headrace.data.labels import Labels, find_labels
+from headrace.data.dataset import LONGEST_CHOSEN, Dataset, causal_dataset, labelled_dataset
+from headrace.data.labels import Labels
 from headrace.data.loader import Loader
-from headrace.data.packing import one_each, pack
-from headrace.data.prepare import (
-    LengthPolicy,
-    Outcome,
-    apply_policy,
-    decoded_example,
-    require_fast,
-    tokenize_causal,
-)
-from headrace.data.read import from_python, local_splits, read_table
-from headrace.data.report import DataReport, length_percentiles
+from headrace.data.prepare import require_fast
+from headrace.data.read import from_python, local_files, read_table
 from headrace.data.table import Table
 from headrace.errors import ConfigError, DataError
-
-LONGEST_CHOSEN = 2048  # max_length is never chosen above this; longer needs to be asked for
-SHORTEST_PACKED = 1024  # chosen row length of packed data: shorter rows pack badly
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dataset:
-    """One split, ready to be loaded: rows of fixed lengths and what was done to get there."""
-
-    rows: Rows
-    report: DataReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +83,28 @@ def load_data(
     """
     require_fast(tokenizer)
     set_chat_template(tokenizer, config)
-    train, evaluation = load_tables(config, train_dataset=train_dataset, eval_dataset=eval_dataset)
     limit = _length_limit(config, tokenizer, model_max_length)
+    train, held = load_tables(config, train_dataset=train_dataset, eval_dataset=eval_dataset)
+    second: Dataset | None = None
     if config.task == "causal":
-        return _causal_data(config, tokenizer, train, evaluation, limit)
-    return _labelled_data(config, tokenizer, train, evaluation, limit, label_names)
+        first = causal_dataset(train, config, tokenizer, limit=limit)
+        if held is not None:
+            second = causal_dataset(
+                held,
+                config,
+                tokenizer,
+                name="eval",
+                packing=config.eval_packing,
+                max_length=first.report.max_length,
+            )
+        return TrainingData(train=first, eval=second, labels=None)
+    first, labels = labelled_dataset(train, config, tokenizer, label_names=label_names, limit=limit)
+    if held is not None:
+        size = first.report.max_length
+        second, _ = labelled_dataset(
+            held, config, tokenizer, name="eval", labels=labels, max_length=size
+        )
+    return TrainingData(train=first, eval=second, labels=labels)
 
 
 def load_tables(
@@ -125,11 +118,14 @@ def load_tables(
         train = read_table(config.dataset_name, split=split, config=config.dataset_config)
     else:
         raise DataError("no training data is given; set dataset_name, or pass train_dataset")
-    if not len(train):
-        raise DataError(f"{train.source} holds no rows; needs at least one")
     if eval_dataset is not None:
-        return train, from_python(eval_dataset, source="eval_dataset")
-    return _with_evaluation(config, train, from_config=train_dataset is None)
+        held = from_python(eval_dataset, source="eval_dataset")
+    else:
+        train, held = _with_evaluation(config, train, from_config=train_dataset is None)
+    empty = [table.source for table in (train, held) if table is not None and not len(table)]
+    if empty:
+        raise DataError(f"{' and '.join(empty)} holds no rows; needs at least one")
+    return train, held
 
 
 def _with_evaluation(
@@ -143,18 +139,12 @@ def _with_evaluation(
     if config.eval_strategy == "no":
         return train, None
     name = config.dataset_name if from_config else None
-    if name is not None and (local_splits(name) or not _is_single_file(name)):
+    if name is not None and len(local_files(name) or ()) != 1:  # a folder or a hub dataset
         return train, read_table(name, split=split, config=config.dataset_config)
     raise DataError(
         f"eval_strategy is {config.eval_strategy}, but {train.source} has no split {split!r}. Set "
         "eval_dataset_name, or test_split_size (such as 0.1) to hold out training rows"
     )
-
-
-def _is_single_file(name: str) -> bool:
-    from headrace.data.read import local_files
-
-    return len(local_files(name) or ()) == 1
 
 
 def _hold_out(train: Table, config: TrainConfig) -> tuple[Table, Table]:
@@ -181,177 +171,3 @@ def _length_limit(
             f"max_length is {longest:,}; the model has {model_max_length:,} positions"
         )
     return min(limit, LONGEST_CHOSEN)
-
-
-def _max_length(config: TrainConfig, longest: int, limit: int, *, packing: bool) -> int:
-    """The given length, or the shortest that loses nothing, within what is chosen unasked."""
-    if config.max_length is not None:
-        return config.max_length
-    if config.length_buckets is not None:
-        return config.length_buckets[-1]
-    wanted = round_up(longest, config.pad_to_multiple_of)
-    return min(limit, max(wanted, SHORTEST_PACKED) if packing else wanted)
-
-
-def _shape(
-    examples: Examples, config: TrainConfig, pad_token_id: int, max_length: int, *, packing: bool
-) -> tuple[Rows, str]:
-    """Examples as rows of fixed lengths, and a note that says how well they fill them."""
-    if packing:
-        packed = pack(examples.lengths, row_length=max_length)
-        buckets, row_buckets = (max_length,), np.zeros(len(packed), np.int64)
-        note = (
-            f"packed into {len(packed):,} rows of {max_length:,} tokens, "
-            f"{packed.efficiency:.1%} of them used"
-        )
-    else:
-        packed = one_each(examples.lengths, row_length=max_length)
-        buckets = config.length_buckets or choose_buckets(
-            examples.lengths,
-            max_buckets=config.bucket_count,
-            multiple=config.pad_to_multiple_of,
-            max_length=max_length,
-        )
-        row_buckets = bucket_of(examples.lengths, buckets)
-        share = padding_share(examples.lengths, buckets)
-        note = f"rows of {', '.join(f'{n:,}' for n in buckets)} tokens, {1 - share:.1%} used"
-    rows = Rows(
-        examples=examples,
-        packing=packed,
-        bucket_lengths=tuple(buckets),
-        row_buckets=row_buckets,
-        pad_token_id=pad_token_id,
-    )
-    return rows, note
-
-
-def _pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Any id serves: padding is told by position. eos, or 0, where there is no pad token."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(i for i in candidates if isinstance(i, int))
-
-
-def _causal_data(
-    config: TrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    train: Table,
-    evaluation: Table | None,
-    limit: int,
-) -> TrainingData:
-    def dataset(table: Table, name: str, max_length: int | None, packing: bool) -> Dataset:
-        form = detect_causal(table, text_column=config.text_column)
-        chat = form.kind in ("messages", "sharegpt")
-        answers = config.assistant_only_loss if chat else config.completion_only_loss
-        tokens, notes = tokenize_causal(
-            table,
-            form,
-            tokenizer,
-            answers_only=answers,
-            use_template=config.apply_chat_template,
-        )
-        lengths = np.asarray([len(row.input_ids) for row in tokens])
-        size = max_length or _max_length(config, int(lengths.max()), limit, packing=packing)
-        policy = _policy(config, size)
-        examples, outcome = apply_policy(tokens, policy, table=table)
-        rows, note = _shape(examples, config, _pad_token(tokenizer), size, packing=packing)
-        report = _report(
-            name, table, form, lengths, examples, outcome, size, [*notes, note], config,
-            decoded_example(examples, tokenizer),
-        )  # fmt: skip
-        return Dataset(rows=rows, report=report)
-
-    first = dataset(train, "train", None, config.packing)
-    second = None
-    if evaluation is not None:
-        size = first.report.max_length
-        second = dataset(evaluation, "eval", size, config.eval_packing)
-    return TrainingData(train=first, eval=second, labels=None)
-
-
-def _labelled_data(
-    config: TrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    train: Table,
-    evaluation: Table | None,
-    limit: int,
-    label_names: Sequence[str] | None,
-) -> TrainingData:
-    labels: Labels | None = None
-    columns: dict[str, str | None] = {
-        "text_column": config.text_column,
-        "text_pair_column": config.text_pair_column,
-        "label_column": config.label_column,
-    }
-
-    def dataset(table: Table, name: str, max_length: int | None) -> Dataset:
-        nonlocal labels
-        form = detect_labelled(table, **columns)
-        rows = labelled_rows(table, form)
-        if labels is None:
-            column = form.columns[-1]
-            labels = find_labels(
-                [row.label for row in rows],
-                declared=label_names or (table.class_names or {}).get(column),
-                problem_type=config.problem_type,
-                column=column,
-            )
-        uncut = tokenize_labelled(rows, tokenizer)
-        longest = int(uncut.lengths.max())
-        size = max_length or _max_length(config, longest, limit, packing=False)
-        examples, outcome = cut_labelled(
-            uncut, rows, labels, _policy(config, size), tokenizer, table=table, form=form
-        )
-        shaped, note = _shape(examples, config, _pad_token(tokenizer), size, packing=False)
-        kinds = "numbers" if labels.names is None else f"{labels.num_labels} labels"
-        shown = tokenizer.decode(examples.input_ids[examples.span(0)].tolist())
-        report = _report(
-            name, table, form, uncut.lengths, examples, outcome, size, [kinds, note], config,
-            ((str(shown), False),),
-        )  # fmt: skip
-        return Dataset(rows=shaped, report=report)
-
-    first = dataset(train, "train", None)
-    second = (
-        dataset(evaluation, "eval", first.report.max_length) if evaluation is not None else None
-    )
-    return TrainingData(train=first, eval=second, labels=labels)
-
-
-def _policy(config: TrainConfig, max_length: int) -> LengthPolicy:
-    return LengthPolicy(
-        max_length=max_length,
-        over_length=config.over_length,
-        keep_end=config.truncation_mode == "keep_end",
-    )
-
-
-def _report(
-    name: str,
-    table: Table,
-    form: Format,
-    lengths: np.ndarray,
-    examples: Examples,
-    outcome: Outcome,
-    max_length: int,
-    notes: Sequence[str],
-    config: TrainConfig,
-    example: tuple[tuple[str, bool], ...],
-) -> DataReport:
-    return DataReport(
-        name=name,
-        source=table.source,
-        format=str(form),
-        rows_read=len(table),
-        rows_kept=outcome.kept,
-        rows_cut=outcome.cut,
-        rows_dropped=outcome.dropped,
-        examples=len(examples),
-        tokens_before=int(lengths.sum()),
-        tokens_after=examples.num_tokens,
-        supervised=examples.num_supervised,
-        lengths=length_percentiles(lengths),
-        max_length=max_length,
-        lossless_max_length=round_up(int(lengths.max()), config.pad_to_multiple_of),
-        example=example,
-        notes=(*notes, *outcome.notes),
-    )

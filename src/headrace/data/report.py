@@ -35,7 +35,7 @@ class DataReport:
     examples: int
     tokens_before: int
     tokens_after: int
-    supervised: int
+    supervised: int | None  # trained tokens; None for classification
     lengths: tuple[int, ...]
     max_length: int
     lossless_max_length: int
@@ -44,22 +44,22 @@ class DataReport:
 
     @property
     def share_supervised(self) -> float:
-        """Trained tokens of all that are kept."""
-        return self.supervised / max(1, self.tokens_after)
+        """Trained tokens of all that are kept; 1 for classification."""
+        return 1.0 if self.supervised is None else self.supervised / max(1, self.tokens_after)
 
     def lines(self) -> list[tuple[str, str]]:
         """(subject, text) pairs, as printed."""
         cut = f"{self.rows_cut:,} cut, {self.rows_dropped:,} dropped"
         made = "" if self.examples == self.rows_kept else f", as {self.examples:,} examples"
         lost = 1 - self.tokens_after / max(1, self.tokens_before)
+        trained = "" if self.supervised is None else f", {self.share_supervised:.1%} trained"
         rows = [
             ("source", self.source),
             ("format", self.format),
             ("rows", f"{self.rows_read:,} read, {self.rows_kept:,} kept ({cut}){made}"),
             (
                 "tokens",
-                f"{self.tokens_before:,} -> {self.tokens_after:,} ({lost:.1%} lost), "
-                f"{self.share_supervised:.1%} trained",
+                f"{self.tokens_before:,} -> {self.tokens_after:,} ({lost:.1%} lost){trained}",
             ),
             (
                 "length",

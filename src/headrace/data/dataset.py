@@ -1,0 +1,209 @@
+"""One Table -> one Dataset: tokenised, cut, packed or bucketed, with its report.
+
+Knows one split at a time; load.py decides which splits there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from headrace.config import TrainConfig
+from headrace.data.batches import Rows
+from headrace.data.buckets import bucket_of, choose_buckets, padding_share, round_up
+from headrace.data.classify import cut_labelled, labelled_rows, tokenize_labelled
+from headrace.data.examples import Examples
+from headrace.data.formats import Format, detect_causal, detect_labelled
+from headrace.data.labels import Labels, find_labels
+from headrace.data.packing import one_each, pack
+from headrace.data.prepare import (
+    LengthPolicy,
+    Outcome,
+    apply_policy,
+    decoded_example,
+    tokenize_causal,
+)
+from headrace.data.report import DataReport, length_percentiles
+from headrace.data.table import Table
+
+LONGEST_CHOSEN = 2048  # max_length is never chosen above this; longer needs to be asked for
+SHORTEST_PACKED = 1024  # chosen row length of packed data: shorter rows pack badly
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """One split, ready to be loaded: rows of fixed lengths and what was done to get there."""
+
+    rows: Rows
+    report: DataReport
+
+
+def causal_dataset(
+    table: Table,
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str = "train",
+    packing: bool | None = None,
+    max_length: int | None = None,
+    limit: int = LONGEST_CHOSEN,
+) -> Dataset:
+    """Rows for next-token training.
+
+    packing: config.packing when None. max_length: tokens, when it is decided already; else the
+    configuration's, else chosen from the data up to `limit`. Raises DataError.
+    """
+    packing = config.packing if packing is None else packing
+    form = detect_causal(table, text_column=config.text_column)
+    chat = form.kind in ("messages", "sharegpt")
+    tokens, notes = tokenize_causal(
+        table,
+        form,
+        tokenizer,
+        answers_only=config.assistant_only_loss if chat else config.completion_only_loss,
+        use_template=config.apply_chat_template,
+    )
+    lengths = np.asarray([len(row.input_ids) for row in tokens])
+    size = max_length or choose_max_length(config, int(lengths.max()), limit, packing=packing)
+    examples, outcome = apply_policy(tokens, _policy(config, size), table=table)
+    rows, shape = _shape(examples, config, pad_token_id(tokenizer), size, packing=packing)
+    report = _report(
+        table, form, lengths, examples, outcome, config, name=name, max_length=size,
+        notes=[*notes, shape], example=decoded_example(examples, tokenizer),
+    )  # fmt: skip
+    return Dataset(rows=rows, report=report)
+
+
+def labelled_dataset(
+    table: Table,
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str = "train",
+    labels: Labels | None = None,
+    label_names: Sequence[str] | None = None,
+    max_length: int | None = None,
+    limit: int = LONGEST_CHOSEN,
+) -> tuple[Dataset, Labels]:
+    """Rows with one label each, and the labels.
+
+    labels: those of the training data, when this is evaluation data. label_names: names by id of a
+    model that is already a classifier. max_length and limit as in causal_dataset.
+    """
+    form = detect_labelled(
+        table,
+        text_column=config.text_column,
+        text_pair_column=config.text_pair_column,
+        label_column=config.label_column,
+    )
+    texts = labelled_rows(table, form)
+    column = form.columns[-1]
+    labels = labels or find_labels(
+        [row.label for row in texts],
+        declared=label_names or (table.class_names or {}).get(column),
+        problem_type=config.problem_type,
+        column=column,
+    )
+    uncut = tokenize_labelled(texts, tokenizer)
+    longest = int(uncut.lengths.max())
+    size = max_length or choose_max_length(config, longest, limit, packing=False)
+    examples, outcome = cut_labelled(
+        uncut, texts, labels, _policy(config, size), tokenizer, table=table, form=form
+    )
+    rows, shape = _shape(examples, config, pad_token_id(tokenizer), size, packing=False)
+    kinds = "numbers" if labels.names is None else f"{labels.num_labels} labels"
+    text = str(tokenizer.decode(examples.input_ids[examples.span(0)].tolist()))
+    report = _report(
+        table, form, uncut.lengths, examples, outcome, config, name=name, max_length=size,
+        notes=[kinds, shape], example=((text, False),),
+    )  # fmt: skip
+    return Dataset(rows=rows, report=report), labels
+
+
+def choose_max_length(config: TrainConfig, longest: int, limit: int, *, packing: bool) -> int:
+    """The given length, or the shortest that loses nothing, within what is chosen unasked."""
+    if config.max_length is not None:
+        return config.max_length
+    if config.length_buckets is not None:
+        return config.length_buckets[-1]
+    wanted = round_up(longest, config.pad_to_multiple_of)
+    return min(limit, max(wanted, SHORTEST_PACKED) if packing else wanted)
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Any id serves: padding is told by position. eos, or 0, where there is no pad token."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(i for i in candidates if isinstance(i, int))
+
+
+def _policy(config: TrainConfig, max_length: int) -> LengthPolicy:
+    return LengthPolicy(
+        max_length=max_length,
+        over_length=config.over_length,
+        keep_end=config.truncation_mode == "keep_end",
+    )
+
+
+def _shape(
+    examples: Examples, config: TrainConfig, pad: int, max_length: int, *, packing: bool
+) -> tuple[Rows, str]:
+    """Examples as rows of fixed lengths, and a line that says how well they fill them."""
+    if packing:
+        packed = pack(examples.lengths, row_length=max_length)
+        buckets, index = (max_length,), np.zeros(len(packed), np.int64)
+        rows = f"{len(packed):,} rows of {max_length:,} tokens"
+        line = f"packed into {rows}, {packed.efficiency:.1%} of them used"
+    else:
+        packed = one_each(examples.lengths, row_length=max_length)
+        buckets = config.length_buckets or choose_buckets(
+            examples.lengths,
+            max_buckets=config.bucket_count,
+            multiple=config.pad_to_multiple_of,
+            max_length=max_length,
+        )
+        index = bucket_of(examples.lengths, buckets)
+        used = 1 - padding_share(examples.lengths, buckets)
+        line = f"rows of {', '.join(f'{n:,}' for n in buckets)} tokens, {used:.1%} of them used"
+    return Rows(
+        examples=examples,
+        packing=packed,
+        bucket_lengths=tuple(buckets),
+        row_buckets=index,
+        pad_token_id=pad,
+    ), line
+
+
+def _report(
+    table: Table,
+    form: Format,
+    lengths: np.ndarray,
+    examples: Examples,
+    outcome: Outcome,
+    config: TrainConfig,
+    *,
+    name: str,
+    max_length: int,
+    notes: Sequence[str],
+    example: tuple[tuple[str, bool], ...],
+) -> DataReport:
+    return DataReport(
+        name=name,
+        source=table.source,
+        format=str(form),
+        rows_read=len(table),
+        rows_kept=outcome.kept,
+        rows_cut=outcome.cut,
+        rows_dropped=outcome.dropped,
+        examples=len(examples),
+        tokens_before=int(lengths.sum()),
+        tokens_after=examples.num_tokens,
+        supervised=None if examples.token_labels is None else examples.num_supervised,
+        lengths=length_percentiles(lengths),
+        max_length=max_length,
+        lossless_max_length=round_up(int(lengths.max()), config.pad_to_multiple_of),
+        example=example,
+        notes=(*notes, *outcome.notes),
+    )
