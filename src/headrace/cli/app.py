@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-import click
 import typer
 
 from headrace.cli import doctor, evaluate, merge, train
@@ -20,6 +20,9 @@ from headrace.errors import HeadraceError
 EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_INTERRUPTED = 130
+
+# New versions of typer carry their own click, older ones use the package: ask typer itself.
+UsageProblem: Any = typer.BadParameter.__mro__[2]
 
 ANY_FIELD = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -68,10 +71,10 @@ def run(args: Sequence[str]) -> int:
     """
     try:
         result = app(args=list(args), prog_name="headrace", standalone_mode=False)
-    except click.ClickException as error:
+    except UsageProblem as error:
         error.show()
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("\nStopped.\n")
         return EXIT_INTERRUPTED
     except HeadraceError as error:
