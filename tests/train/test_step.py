@@ -52,7 +52,7 @@ def run(
     seen = []
     for rate, batch in zip(RATES, steps, strict=False):
         state, metrics = step(state, frozen, micro(batch, count), np.float32(rate))
-        seen.append({name: float(value) for name, value in metrics.items()})
+        seen.append({name: float(v) for name, v in metrics.items() if v.ndim == 0})
     return seen, state
 
 

@@ -36,15 +36,18 @@ def describe(logs: Mapping[str, float]) -> str:
 
 
 class Display:
-    """A progress bar on a terminal, plain lines elsewhere (log files, notebooks' pipes)."""
+    """A progress bar on a terminal, plain lines elsewhere (log files, notebooks' pipes).
 
-    def __init__(self, total: int, *, console: Console | None = None) -> None:
+    quiet: no bar even on a terminal; what is said is still printed.
+    """
+
+    def __init__(self, total: int, *, console: Console | None = None, quiet: bool = False) -> None:
         self.console = console or Console(stderr=False, highlight=False)
         self.total = total
         self._text = ""
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        if self.console.is_terminal:
+        if self.console.is_terminal and not quiet:
             self._bar = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),

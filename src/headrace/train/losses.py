@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from headrace.errors import CaptureError, ConfigError
+from headrace.kernels import linear_cross_entropy
 from headrace.train.state import Params
 
 IGNORE_INDEX = -100
@@ -39,7 +40,7 @@ class JaxModule(Protocol):
 class LossSums(NamedTuple):
     """One micro-batch: float32 sums, the new buffers, and what evaluation may want to see.
 
-    correct: supervised positions whose arg-max is the label, None where logits never exist.
+    correct: supervised positions whose arg-max is the label, None where there are no classes.
     logits: [B, C] for classification, None for causal.
     """
 
@@ -85,11 +86,9 @@ class CausalLoss:
     def _fused(
         self, params: Params, hidden_BSD: Array, targets_BS: Array, buffers: Mapping[str, Array]
     ) -> LossSums:
-        from headrace.kernels import linear_cross_entropy
-
         assert self.head is not None
         bias_key = self.head.bias_key
-        loss, weight = linear_cross_entropy(
+        found = linear_cross_entropy(
             hidden_BSD.reshape(-1, hidden_BSD.shape[-1]),
             params[self.head.weight_key],
             targets_BS.reshape(-1),
@@ -98,7 +97,8 @@ class CausalLoss:
             ignore_index=IGNORE_INDEX,
             weight_grad=self.head_trainable,
         )
-        return LossSums(loss, weight, buffers)
+        correct = found.correct.astype(jnp.float32)
+        return LossSums(found.loss_sum, found.weight_sum, buffers, correct)
 
 
 def causal_loss(

@@ -31,6 +31,7 @@ class StepRecord:
     step: int
     metrics: dict[str, float]
     padded_tokens: int
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -60,8 +61,13 @@ class LateMetrics:
             return None
         step, metrics, padded_tokens = self._pending
         self._pending = None
-        values = {name: float(np.asarray(value)) for name, value in metrics.items()}
-        return StepRecord(step=step, metrics=values, padded_tokens=padded_tokens)
+        values = {name: np.asarray(value) for name, value in metrics.items()}
+        return StepRecord(
+            step=step,
+            metrics={name: float(value) for name, value in values.items() if not value.ndim},
+            padded_tokens=padded_tokens,
+            arrays={name: value for name, value in values.items() if value.ndim},
+        )
 
 
 @dataclass(kw_only=True)

@@ -52,9 +52,9 @@ def count_tokens(batch: Batch) -> Array:
     return jnp.asarray(batch["input_ids"].size, jnp.int32)
 
 
-def global_norm(grads: Params) -> Array:
-    """L2 norm of all gradients together, as torch's clip_grad_norm_ takes it."""
-    return jnp.sqrt(sum((jnp.vdot(grad, grad) for grad in grads.values()), jnp.float32(0)))
+def grad_squares(grads: Params) -> Array:
+    """Squared L2 norm of each gradient, in the order of the sorted keys. float32 [len(grads)]."""
+    return jnp.stack([jnp.vdot(grads[key], grads[key]) for key in sorted(grads)])
 
 
 def _micro_sums(
@@ -116,7 +116,8 @@ def _apply_sums(
     """Divide, clip, update; keep the old state when anything is not finite."""
     mean_loss = sums.loss / sums.weight  # 0/0 when nothing is supervised: NaN, and so reported
     grads = {name: grad / sums.weight for name, grad in sums.grads.items()}
-    norm = global_norm(grads)
+    squares = grad_squares(grads)
+    norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(mean_loss) & jnp.isfinite(norm)
     if max_grad_norm > 0:
         scale = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_
@@ -140,6 +141,7 @@ def _apply_sums(
         "num_tokens": sums.num_tokens,
         "num_supervised": sums.weight,
         "finite": finite,
+        "grad_squares": squares,
     }
     if sums.correct is not None:
         metrics["accuracy"] = sums.correct / sums.weight
@@ -157,7 +159,8 @@ def make_train_step(
 
     dtypes: compute dtype of each trainable key. max_grad_norm: 0 turns clipping off.
     Metrics are scalars: loss, grad_norm (before the clip), learning_rate, num_tokens (real),
-    num_supervised (Σ of weights), finite (bool), and accuracy where the loss sees all logits.
+    num_supervised (Σ of weights), finite (bool), and accuracy where the loss counts it; beside them
+    grad_squares, the squared gradient norm of each trainable key in sorted order.
     """
 
     def train_step(

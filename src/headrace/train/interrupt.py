@@ -1,0 +1,52 @@
+"""Ctrl-C and SIGTERM during training: finish the step, save, leave.
+
+The first signal is remembered; a second Ctrl-C interrupts at once, wherever the program is.
+
+Knows: signals. Does not know: what a step is.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """`with Interrupt() as interrupt: ... if interrupt.received: ...`
+
+    Outside the main thread signals cannot be handled and stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
+
+    def leave(self, message: str) -> None:
+        """End the program's work as the signal would have: KeyboardInterrupt, or exit code 143."""
+        if self.received == signal.SIGTERM:
+            raise SystemExit(128 + signal.SIGTERM)
+        raise KeyboardInterrupt(message)

@@ -1,0 +1,323 @@
+"""The training loop: steps, and what is due between them (log, evaluate, save, stop).
+
+Device metrics are read one step late. What is due at step n is decided by the settings and by
+callbacks (transformers' TrainerControl), in transformers' order: log, evaluate, save.
+
+Knows: when. Does not know: how to build, compute, write or show; others do that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import TrainerControl, TrainerState
+
+from headrace.data.loader import LoaderState, Step
+from headrace.data.prefetch import Prefetch
+from headrace.errors import CheckpointError, TrainingError
+from headrace.train.callbacks import Callbacks
+from headrace.train.checkpoint import Restored, list_checkpoints, rotate, save_checkpoint
+from headrace.train.display import Display
+from headrace.train.interrupt import Interrupt
+from headrace.train.metrics import JsonLog, LateMetrics, StepRecord, TrainClock, Window
+from headrace.train.programs import Programs
+from headrace.train.saving import save_run
+from headrace.train.schedules import ReduceOnPlateau
+from headrace.train.setup import Run
+from headrace.train.state import TrainState
+
+SKIPPED_IN_A_ROW = 3  # steps that are not finite before the run is given up
+GRADIENT_WATCH = 3  # steps after which a parameter without any gradient is named
+
+
+class TrainLoop:
+    """One call of `train()`. `arrays` is always the state after the last step that was started."""
+
+    def __init__(
+        self,
+        run: Run,
+        programs: Programs,
+        *,
+        arrays: TrainState,
+        state: TrainerState,
+        callbacks: Callbacks,
+        evaluate: Callable[[TrainState], dict[str, float]] | None,
+        display: Display,
+        log: JsonLog,
+    ) -> None:
+        self.run, self.programs, self.arrays = run, programs, arrays
+        self.state, self.callbacks, self.control = state, callbacks, TrainerControl()
+        self._evaluate, self._display, self._log = evaluate, display, log
+        self._directory = Path(run.config.output_dir)
+        self._position = LoaderState()
+        self._late = LateMetrics()
+        self._clock = TrainClock()
+        self._window = Window(self._clock)
+        self._saved_step: int | None = None
+        self._bad: list[StepRecord] = []
+        self._silent: set[str] | None = set(arrays.trainable)
+        self._loss_total, self._loss_steps = 0.0, 0
+
+    @property
+    def training_loss(self) -> float:
+        """Mean loss over all finite steps of this call."""
+        return self._loss_total / self._loss_steps if self._loss_steps else math.nan
+
+    @property
+    def clock(self) -> TrainClock:
+        return self._clock
+
+    def restore(self, restored: Restored) -> None:
+        """Go on from a checkpoint: arrays, position in the data, history, counters."""
+        progress = restored.progress
+        self.arrays = restored.state
+        self._position = LoaderState(**progress["loader"])
+        for name, value in progress["trainer_state"].items():
+            setattr(self.state, name, value)
+        self.callbacks.load_state_dict(progress["callbacks"])
+        if isinstance(self.run.schedule, ReduceOnPlateau):
+            self.run.schedule.load_state_dict(progress["schedule"])
+        self._saved_step = restored.step
+
+    def execute(self) -> None:
+        """All steps that are left. Raises what the run raises; `arrays` stays usable."""
+        self.control = TrainerControl()
+        self._fire("on_train_begin")
+        if self.run.config.eval_on_start and self.state.global_step == 0:
+            self._do_evaluate()
+        with Interrupt() as interrupt:
+            steps = self.run.train_loader.steps(self._position)
+            with Prefetch(steps) as prefetched:
+                while self.state.global_step < self.run.total_steps:
+                    if self._position.step == 0:
+                        self._fire("on_epoch_begin")
+                    self._one_step(next(prefetched))
+                    self._between_steps()
+                    if interrupt.received is not None:
+                        self._leave(interrupt)
+                    if self.control.should_training_stop:
+                        break
+            self._take(self._late.flush())
+        self._fire("on_train_end")
+
+    def _one_step(self, step: Step) -> None:
+        run, state = self.run, self.state
+        self._fire("on_step_begin")
+        rate = np.float32(run.schedule(state.global_step))
+        before = self.programs.train.compile_seconds
+        self.programs.train.prepare(self.arrays, run.frozen, step.batch, rate)
+        self._clock.exclude(self.programs.train.compile_seconds - before)
+        self.arrays, metrics = self.programs.train(self.arrays, run.frozen, step.batch, rate)
+        self._position = step.state
+        state.global_step += 1
+        state.epoch = self._epoch()
+        state.num_input_tokens_seen += step.num_tokens
+        padded = int(step.batch["input_ids"].size)
+        previous = self._late.push(state.global_step, metrics, padded_tokens=padded)
+        self._display.advance(state.global_step)
+        self._fire("on_step_end")
+        self._take(previous)
+        if step.state.step == 0:
+            self._fire("on_epoch_end")
+
+    def _epoch(self) -> float:
+        position, per_epoch = self._position, self.run.train_loader.steps_per_epoch
+        return position.epoch + position.step / per_epoch
+
+    def _due(self, strategy: str, every: int) -> bool:
+        if strategy == "epoch":
+            return self._position.step == 0 or self.state.global_step == self.run.total_steps
+        return strategy == "steps" and self.state.global_step % every == 0
+
+    def _between_steps(self) -> None:
+        config, control = self.run.config, self.control
+        if control.should_log:
+            self._take(self._late.flush())
+            self._do_log()
+        if self._due(config.eval_strategy, config.eval_steps) or control.should_evaluate:
+            self._do_evaluate()
+        if self._due(config.save_strategy, config.save_steps) or control.should_save:
+            self._do_save(final=False)
+        control.should_log = control.should_evaluate = control.should_save = False
+
+    # -- metrics ---------------------------------------------------------------------------------
+
+    def _take(self, record: StepRecord | None) -> None:
+        """A step's numbers have arrived: guard, average, log when its step is due."""
+        if record is None:
+            return
+        self._watch_gradients(record)
+        self._guard(record)
+        self._window.add(record)
+        if record.finite:
+            self._loss_total += record.metrics["loss"]
+            self._loss_steps += 1
+        config = self.run.config
+        first = config.logging_first_step and record.step == 1
+        if first or record.step % config.logging_steps == 0 or record.step == self.run.total_steps:
+            self._do_log(record.step)
+
+    def _guard(self, record: StepRecord) -> None:
+        """Count steps that were not finite; too many in a row end the run."""
+        if record.finite:
+            self._bad = []
+            return
+        self._bad.append(record)
+        numbers = record.metrics
+        self._say(
+            f"step {record.step} skipped: loss {numbers['loss']}, gradient norm "
+            f"{numbers['grad_norm']}, {numbers['num_supervised']:.0f} supervised; nothing changed"
+        )
+        if len(self._bad) < SKIPPED_IN_A_ROW:
+            return
+        kept = list_checkpoints(self._directory)
+        last = f"The last good checkpoint is {kept[-1]}." if kept else "No checkpoint was saved."
+        reason = (
+            "no token of these steps is supervised: look at the labels"
+            if not any(bad.metrics["num_supervised"] for bad in self._bad)
+            else f"lower learning_rate (now {numbers['learning_rate']:.3g}) or look at the data"
+        )
+        raise TrainingError(
+            f"loss or gradient is not finite since step {self._bad[0].step}, for "
+            f"{len(self._bad)} steps in a row (loss {numbers['loss']}); {reason}. {last}"
+        )
+
+    def _watch_gradients(self, record: StepRecord) -> None:
+        """Name parameters whose gradient was exactly zero in all of the first steps."""
+        if self._silent is None or not record.finite:
+            return
+        squares = record.arrays.get("grad_squares")
+        if squares is not None:
+            keys = sorted(self.arrays.trainable)
+            self._silent &= {k for k, s in zip(keys, squares, strict=True) if s == 0.0}
+        if record.step < GRADIENT_WATCH:
+            return
+        if self._silent:
+            shown = ", ".join(sorted(self._silent)[:5])
+            self._say(
+                f"warning: {len(self._silent)} trainable parameters had no gradient in "
+                f"{GRADIENT_WATCH} steps and are not learning: {shown}"
+            )
+        self._silent = None
+
+    def _do_log(self, step: int | None = None) -> None:
+        if not len(self._window):
+            return
+        at = self.state.global_step if step is None else step
+        logs = self._window.close(steps_left=self.run.total_steps - at)
+        logs["epoch"] = self.state.epoch
+        self._record("train", at, logs)
+        self._display.log(at, logs)
+
+    def _record(self, event: str, step: int, logs: dict[str, float]) -> None:
+        """Into the history, the log file and the callbacks."""
+        self._log.write(event, step=step, seconds=round(self._clock.wall, 3), **logs)
+        self.state.log_history.append({**logs, "step": step})
+        self._fire("on_log", logs=logs)
+
+    # -- evaluation and saving -------------------------------------------------------------------
+
+    def _do_evaluate(self) -> None:
+        if self._evaluate is None:
+            return
+        self._take(self._late.flush())
+        with self._clock.pause():
+            metrics = self._evaluate(self.arrays)
+        metrics["epoch"] = self.state.epoch
+        self._record("eval", self.state.global_step, metrics)
+        shown = "  ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k != "epoch")
+        self._say(f"step {self.state.global_step}/{self.run.total_steps}  {shown}")
+        watched = self._watched(metrics)
+        if isinstance(self.run.schedule, ReduceOnPlateau):
+            self.run.schedule.observe(watched)
+        self._fire("on_evaluate", metrics=metrics)
+        better = np.greater if self.run.config.greater_is_better else np.less
+        if self.state.best_metric is None or better(watched, self.state.best_metric):
+            self.state.best_metric, self.state.best_global_step = watched, self.state.global_step
+
+    def _watched(self, metrics: dict[str, float]) -> float:
+        name = str(self.run.config.metric_for_best_model)
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise TrainingError(
+                f"metric_for_best_model {name!r} is not among the metrics: {', '.join(metrics)}."
+            )
+        return metrics[name]
+
+    def _do_save(self, *, final: bool) -> None:
+        """Save. In the middle of a run a failure is said and the run goes on; at the end it raises."""
+        step = self.state.global_step
+        if self._saved_step == step:
+            return
+        self._take(self._late.flush())
+        with self._clock.pause():
+            try:
+                path = self._save(step)
+            except CheckpointError as error:
+                if final:
+                    raise
+                self._say(f"warning: {error} Training goes on; the next save is tried as planned.")
+                return
+        self._saved_step = step
+        self._say(f"saved {path}")
+        self._fire("on_save")
+
+    def _save(self, step: int) -> Path:
+        path = self._directory / f"checkpoint-{step}"
+        if self.state.best_global_step == step:
+            self.state.best_model_checkpoint = str(path)
+        schedule = self.run.schedule
+        progress = {
+            "loader": dataclasses.asdict(self._position),
+            "trainer_state": {
+                name: getattr(self.state, name)
+                for name in (
+                    "epoch", "global_step", "num_input_tokens_seen", "log_history", "best_metric",
+                    "best_global_step", "best_model_checkpoint",
+                )
+            },
+            "callbacks": self.callbacks.state_dict(),
+            "schedule": schedule.state_dict() if isinstance(schedule, ReduceOnPlateau) else {},
+            "config": self.run.config.model_dump(mode="json"),
+            "total_steps": self.run.total_steps,
+        }  # fmt: skip
+        saved = save_checkpoint(
+            self._directory,
+            self.arrays,
+            step=step,
+            progress=progress,
+            identity=self.run.identity,
+            write_model=lambda folder: save_run(self.run, self.arrays, folder),
+        )
+        best = self.state.best_model_checkpoint
+        protect = [Path(best)] if best is not None else []
+        rotate(self._directory, limit=self.run.config.save_total_limit, protect=protect)
+        return saved
+
+    def finish(self) -> None:
+        """The checkpoint of the end, which is always saved."""
+        self._do_save(final=True)
+
+    def _leave(self, interrupt: Interrupt) -> None:
+        self._do_save(final=True)
+        name = "Ctrl-C" if interrupt.received is not None and interrupt.received == 2 else "SIGTERM"
+        message = (
+            f"{name}: stopped after step {self.state.global_step} of {self.run.total_steps}; go on "
+            f"with resume_from_checkpoint: true (output_dir {self._directory})"
+        )
+        self._say(message)
+        interrupt.leave(message)
+
+    def _say(self, text: str) -> None:
+        self._display.say(text)
+
+    def _fire(self, hook: str, **kwargs: Any) -> None:
+        self.control = self.callbacks.fire(
+            hook, self.run.config, self.state, self.control, model=self.run.model,
+            processing_class=self.run.processing_class, **kwargs,
+        )  # fmt: skip

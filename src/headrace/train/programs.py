@@ -1,0 +1,103 @@
+"""The compiled programs of a run: its training step and its evaluation step.
+
+Also decides `activation_checkpointing: auto` by what the compiler says each policy needs.
+
+Knows: losses, steps, compilation. Does not know: data order, the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from headrace.data.loader import Loader
+from headrace.errors import TrainingError
+from headrace.train.losses import Loss
+from headrace.train.setup import Run
+from headrace.train.shapes import CompiledFunction, CompileEvent
+from headrace.train.step import make_eval_step, make_train_step
+
+_POLICIES = ("none", "dots", "full")  # from fastest to leanest
+
+
+class Programs:
+    """`train(state, frozen, batches, learning_rate)` and `evaluate(trainable, frozen, buffers,
+    batch)`, compiled for each shape when it is first met."""
+
+    def __init__(self, run: Run, *, on_compile: Callable[[CompileEvent], None]) -> None:
+        self._run = run
+        self._on_compile = on_compile
+        self.remat = run.config.activation_checkpointing
+        self.notes: list[str] = []
+        if self.remat == "auto":
+            self.remat = self._choose_remat()
+        loss = run.loss_for(self.remat)
+        self.notes += getattr(loss, "notes", ())
+        self.train = self._train_function(loss)
+        self.evaluate = CompiledFunction(
+            function=make_eval_step(run.loss_for("none"), dtypes=run.dtypes),
+            name="evaluation step",
+            batch_position=3,
+            on_compile=on_compile,
+        )
+
+    def _train_function(self, loss: Loss) -> CompiledFunction:
+        run = self._run
+        return CompiledFunction(
+            function=make_train_step(
+                loss, run.optimizer, dtypes=run.dtypes, max_grad_norm=run.config.max_grad_norm
+            ),
+            name="training step",
+            batch_position=2,
+            donate=(0,),
+            on_compile=self._on_compile,
+            expected_shapes=len(run.train_loader.shapes),
+        )
+
+    def prepare_largest(self) -> None:
+        """Compile the training step for the longest rows: what does not fit fails here."""
+        self._prepare(self.train)
+        memory, limit = self.train.events[-1].memory, _memory_limit()
+        if memory is not None and limit is not None and memory.peak > limit:
+            raise TrainingError(
+                f"the training step needs {memory.peak / 2**30:.2f} GiB, the device has "
+                f"{limit / 2**30:.2f} GiB. Lower per_device_train_batch_size or max_length, or set "
+                "activation_checkpointing: full."
+            )
+
+    def _prepare(self, function: CompiledFunction) -> None:
+        run = self._run
+        batch = example_batch(run.train_loader)
+        function.prepare(run.state, run.frozen, batch, np.float32(0.0))
+
+    def _choose_remat(self) -> str:
+        """The first policy whose step fits; without a known limit nothing is recomputed."""
+        limit = _memory_limit()
+        if limit is None:
+            self.notes.append("activation_checkpointing: auto -> none (no memory limit is known)")
+            return "none"
+        for policy in _POLICIES[:-1]:
+            trial = self._train_function(self._run.loss_for(policy))
+            self._prepare(trial)
+            memory = trial.events[-1].memory
+            if memory is not None and memory.peak <= 0.95 * limit:
+                self.notes.append(f"activation_checkpointing: auto -> {policy}")
+                return policy
+        self.notes.append(f"activation_checkpointing: auto -> {_POLICIES[-1]}")
+        return _POLICIES[-1]
+
+
+def _memory_limit() -> int | None:
+    """Bytes of one device, None where the backend does not say (CPU)."""
+    stats: Any = jax.local_devices()[0].memory_stats()
+    return stats.get("bytes_limit") if stats else None
+
+
+def example_batch(loader: Loader) -> dict[str, np.ndarray]:
+    """A batch of filler rows in the largest shape of the loader."""
+    accumulation, rows, length = max(loader.shapes, key=lambda shape: shape[2])
+    flat = loader.rows.batch(np.full(accumulation * rows, -1), length)
+    return {n: v.reshape(accumulation, rows, *v.shape[1:]) for n, v in flat.items()}

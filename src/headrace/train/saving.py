@@ -1,0 +1,132 @@
+"""Model files that stock transformers and PEFT read, and the proof that they do.
+
+Trained arrays are written into the torch module in its own dtype, which is what was evaluated, and
+the module's own `save_pretrained` writes the files.
+
+Knows: save_pretrained, load-back. Does not know: training state, checkpoints' other files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import nn
+
+from headrace.errors import TrainingError
+from headrace.train.lora import copy_into_module, load_back_adapter, save_adapter
+from headrace.train.setup import Run
+from headrace.train.state import TrainState, cast_params
+
+# Largest difference of logits, as a share of their size, that rounding explains.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadBack:
+    """Logits of the saved files, read by stock libraries, against ours."""
+
+    max_difference: float
+    scale: float
+    rows: int
+    tolerance: float
+
+    @property
+    def equal(self) -> bool:
+        return self.max_difference <= self.tolerance * max(self.scale, 1e-6)
+
+    def __str__(self) -> str:
+        return (
+            f"load-back: logits of {self.rows} rows differ by at most {self.max_difference:.2e} "
+            f"(logits up to {self.scale:.3g})"
+        )
+
+
+def save_model_files(
+    model: Any, path: str | Path, *, arrays: Mapping[str, Any], processing_class: Any
+) -> None:
+    """Adapter files for a PeftModel, whole weights otherwise; the tokenizer beside them.
+
+    arrays: by PyTorch name; they are copied into `model` first.
+    """
+    copy_into_module(model, arrays)
+    if isinstance(model, PeftModel):
+        save_adapter(model, path)
+    else:
+        model.save_pretrained(str(path))
+    if processing_class is not None:
+        processing_class.save_pretrained(str(path))
+
+
+def save_run(run: Run, state: TrainState, path: str | Path) -> None:
+    """The files of a run's model at `state`: what a user loads."""
+    arrays = run.module.layout.unstack(cast_params(state.trainable, run.dtypes))
+    arrays |= run.module.buffer_layout.unstack(state.buffers)
+    save_model_files(run.model, path, arrays=arrays, processing_class=run.processing_class)
+
+
+def load_back_run(run: Run, state: TrainState, path: str | Path, *, num_rows: int = 2) -> LoadBack:
+    """`load_back` on the first rows of the training data, at most 64 tokens of each."""
+    examples = run.data.train.rows.examples
+    chosen = range(min(num_rows, len(examples)))
+    length = min(64, *(int(examples.lengths[i]) for i in chosen))
+    flat = [slice(examples.span(i).start, examples.span(i).start + length) for i in chosen]
+    everything = {
+        "input_ids": np.stack([examples.input_ids[part] for part in flat]),
+        "position_ids": np.tile(np.arange(length, dtype=np.int32), (len(flat), 1)),
+        "attention_mask": np.ones((len(flat), length), np.int32),
+    }
+    if examples.token_type_ids is not None:
+        everything["token_type_ids"] = np.stack([examples.token_type_ids[p] for p in flat])
+    inputs = {k: v for k, v in everything.items() if k in run.objective.inputs}
+
+    def forward(trainable: Any, frozen: Any, buffers: Any) -> Any:
+        params = {**cast_params(trainable, run.dtypes), **frozen}
+        return run.module.apply(params, buffers, train=False, **inputs)[0].logits
+
+    logits = jax.jit(forward)(state.trainable, run.frozen, state.buffers)
+    return load_back(run.model, path, inputs=inputs, logits=np.asarray(logits, np.float32))
+
+
+def load_back(
+    model: Any, path: str | Path, *, inputs: Mapping[str, np.ndarray], logits: np.ndarray
+) -> LoadBack:
+    """Read the files at `path` with stock libraries and compare their logits with ours.
+
+    inputs: a few real rows without padding. Costs a second adapter, or a second whole model, in
+    host memory and one forward pass of `inputs` in PyTorch. Raises TrainingError when the
+    difference is beyond rounding: the files are not what was trained.
+    """
+    tensors = {name: torch.from_numpy(np.asarray(v, np.int64)) for name, v in inputs.items()}
+    if isinstance(model, PeftModel):
+        theirs = load_back_adapter(model, path, tensors)
+        dtype = model.dtype
+    else:
+        theirs, dtype = _load_back_model(model, path, tensors)
+    ours = np.asarray(logits, np.float32)
+    result = LoadBack(
+        max_difference=float(np.abs(theirs.numpy() - ours).max()),
+        scale=float(np.abs(ours).max()),
+        rows=len(ours),
+        tolerance=_TOLERANCE.get(dtype, 1e-3),
+    )
+    if not result.equal:
+        raise TrainingError(
+            f"the files in {path} do not give the trained model back: {result}. They were kept; "
+            "the train state in the last checkpoint is sound. Please report this."
+        )
+    return result
+
+
+def _load_back_model(model: Any, path: str | Path, tensors: Mapping[str, Any]) -> tuple[Any, Any]:
+    kind: Any = type(model)
+    fresh: nn.Module = kind.from_pretrained(str(path), dtype=model.dtype).eval()
+    with torch.no_grad():
+        output: Any = fresh(**tensors)
+    return output.logits.float(), model.dtype

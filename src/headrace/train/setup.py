@@ -1,0 +1,331 @@
+"""Everything a run is made of, built before the first step, in one order.
+
+tokenizer -> data -> model -> adapter -> capture -> loss, optimizer, schedule, state
+
+Knows: how the parts fit. Does not know: the loop, files of the run, callbacks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import Array
+from peft import PeftConfig, PeftModel
+from torch import nn
+
+from headrace.bridge.module import JaxModule, to_jax
+from headrace.config import TrainConfig, peft_config
+from headrace.data.batches import Rows
+from headrace.data.load import TrainingData, load_data
+from headrace.data.loader import Loader
+from headrace.errors import ConfigError, DataError
+from headrace.train.lora import AdapterReport, apply_lora
+from headrace.train.losses import Loss
+from headrace.train.objectives import Objective, make_objective
+from headrace.train.optimizers import Optimizer, decay_keys, decay_parameter_names, make_optimizer
+from headrace.train.schedules import Schedule, make_schedule
+from headrace.train.state import Params, TrainState, compute_dtypes, create_state
+
+# Settings that say what is computed; a checkpoint of a run where one differs is refused.
+_IDENTITY = (
+    "task", "seed", "data_seed", "max_length", "packing", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "optim", "use_peft",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The fixed half of a run; `state` is where it starts.
+
+    loss_for: the loss under a remat policy. identity: what a checkpoint must share.
+    """
+
+    config: TrainConfig
+    objective: Objective
+    data: TrainingData
+    model: Any
+    adapter: AdapterReport | None
+    processing_class: Any
+    module: JaxModule
+    loss_for: Callable[[str], Loss]
+    optimizer: Optimizer
+    schedule: Schedule
+    dtypes: Mapping[str, jnp.dtype]
+    state: TrainState
+    frozen: Params
+    train_loader: Loader
+    total_steps: int
+    identity: Mapping[str, Any]
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(value.size for value in self.state.trainable.values())
+
+    @property
+    def num_frozen(self) -> int:
+        return sum(value.size for value in self.frozen.values())
+
+    def fresh_state(self) -> TrainState:
+        """A copy of the first state; the copy is the step's to consume."""
+        return jax.tree.map(jnp.copy, self.state)
+
+    def with_eval_dataset(self, rows: Any) -> TrainingData:
+        """The data with other evaluation rows, tokenised as the run's own."""
+        data = load_data(
+            self.config.replace(max_length=self.data.train.report.max_length),
+            self.processing_class,
+            train_dataset=rows,
+            eval_dataset=rows,
+            label_names=None if self.data.labels is None else self.data.labels.names,
+        )
+        return replace(self.data, eval=data.eval)
+
+
+def build_run(
+    config: TrainConfig,
+    *,
+    model: str | nn.Module | None = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    processing_class: Any = None,
+    adapter_config: PeftConfig | None = None,
+) -> Run:
+    """Load, check and capture. Raises the error kind of whatever does not fit; trains nothing."""
+    if isinstance(model, str):
+        config = config.replace(model_name_or_path=model)
+        model = None
+    objective = make_objective(config.task)
+    tokenizer = load_processing_class(config, processing_class, model)
+    data = load_data(
+        config,
+        tokenizer,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        model_max_length=_max_positions(config, model),
+        label_names=_label_names(model),
+    )
+    torch_model: Any = objective.load_model(config, data.labels) if model is None else model
+    objective.check_model(torch_model, data.labels)
+    _check_vocabulary(torch_model, data.train.rows)
+    _set_pad_token(torch_model, tokenizer)
+    report: AdapterReport | None = None
+    wanted = adapter_config or peft_config(config)
+    if wanted is not None:
+        torch_model, report = apply_lora(torch_model, wanted)
+    masters = _cast_model(torch_model, config)
+    torch_model.train()
+    rows = data.train.rows
+    module = to_jax(torch_model, _example_inputs(rows, objective))
+    return _assemble(config, objective, data, torch_model, report, tokenizer, module, masters)
+
+
+def _assemble(
+    config: TrainConfig,
+    objective: Objective,
+    data: TrainingData,
+    model: Any,
+    report: AdapterReport | None,
+    tokenizer: Any,
+    module: JaxModule,
+    masters: Mapping[str, np.ndarray],
+) -> Run:
+    layout = module.layout
+    loader = data.train_loader(config)
+    total = num_steps(config, loader.steps_per_epoch)
+    decay = decay_keys(
+        layout.trainable, layout_keys=layout.keys, decay_names=decay_parameter_names(model)
+    )
+    optimizer = make_optimizer(
+        config.optim,
+        stacked=frozenset(key for key, names in layout.keys.items() if len(names) > 1),
+        decay=decay,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_epsilon=config.adam_epsilon,
+    )
+    params = module.params()
+    dtypes = compute_dtypes(params, layout.trainable)
+    params |= _stored_masters(module, masters)
+    state, frozen = create_state(
+        params, module.buffers(), trainable=layout.trainable, optimizer=optimizer, seed=config.seed
+    )
+    return Run(
+        config=config,
+        objective=objective,
+        data=data,
+        model=model,
+        adapter=report,
+        processing_class=tokenizer,
+        module=module,
+        loss_for=lambda remat: objective.loss(module, trainable=layout.trainable, remat=remat),
+        optimizer=optimizer,
+        schedule=make_schedule(
+            config.lr_scheduler_type,
+            learning_rate=config.learning_rate,
+            num_training_steps=total,
+            num_warmup_steps=config.num_warmup_steps(total),
+            **config.lr_scheduler_kwargs,
+        ),
+        dtypes=dtypes,
+        state=state,
+        frozen=frozen,
+        train_loader=loader,
+        total_steps=total,
+        identity=run_identity(config, data.train.rows, state, frozen),
+    )
+
+
+def num_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    """Optimizer steps of the run."""
+    if config.max_steps > 0:
+        return config.max_steps
+    return max(1, math.ceil(config.num_train_epochs * steps_per_epoch))
+
+
+def load_processing_class(config: TrainConfig, given: Any, model: Any) -> Any:
+    """The tokenizer: the one given, the config's, or the model's own."""
+    if given is not None and not isinstance(given, str):
+        return given
+    own = getattr(getattr(model, "config", None), "_name_or_path", None)
+    name = given or config.processing_class or config.model_name_or_path or own
+    if not name:
+        raise ConfigError(
+            "no tokenizer: the model was given as an object without a name. Pass processing_class."
+        )
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        name, revision=config.model_revision, trust_remote_code=config.trust_remote_code
+    )
+
+
+def _max_positions(config: TrainConfig, model: Any) -> int | None:
+    found: Any = getattr(model, "config", None)
+    if model is None:
+        if config.model_name_or_path is None:
+            raise ConfigError("no model: set model_name_or_path, or pass model.")
+        from transformers import AutoConfig
+
+        found = AutoConfig.from_pretrained(
+            config.model_name_or_path,
+            revision=config.model_revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+    text = found.get_text_config() if hasattr(found, "get_text_config") else found
+    return getattr(text, "max_position_embeddings", None)
+
+
+def _label_names(model: Any) -> list[str] | None:
+    """Names of a model that already is a classifier; LABEL_0, ... are placeholders, not names."""
+    names = getattr(getattr(model, "config", None), "id2label", None) or {}
+    ordered = [str(names[i]) for i in sorted(names)]
+    placeholders = all(name == f"LABEL_{i}" for i, name in enumerate(ordered))
+    return None if placeholders or len(ordered) < 2 else ordered
+
+
+def _check_vocabulary(model: Any, rows: Rows) -> None:
+    """XLA reads past a table's end without an error, so token ids are checked here."""
+    embeddings = model.get_input_embeddings().num_embeddings
+    largest = int(rows.examples.input_ids.max())
+    if largest >= embeddings:
+        raise DataError(
+            f"token id {largest} occurs, the model has {embeddings} embeddings. Use the model's "
+            "own tokenizer, or resize the embeddings (model.resize_token_embeddings)."
+        )
+
+
+def _set_pad_token(model: Any, tokenizer: Any) -> None:
+    """Decoder classifiers find a row's last token by the pad id in their config."""
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = tokenizer.pad_token_id
+
+
+def _cast_model(model: Any, config: TrainConfig) -> dict[str, np.ndarray]:
+    """Put the model in config.dtype (in place); float32 originals of what is trained."""
+    if config.dtype == "auto":
+        return {}
+    dtype = getattr(torch, config.dtype)
+    masters = {
+        name: parameter.detach().float().numpy().copy()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.dtype == torch.float32 != dtype
+    }
+    model.to(dtype)
+    return masters
+
+
+def _stored_masters(module: JaxModule, masters: Mapping[str, np.ndarray]) -> dict[str, Array]:
+    if not masters:
+        return {}
+    keys = module.layout.keys
+    return {
+        key: jnp.asarray(
+            masters[keys[key][0]]
+            if len(keys[key]) == 1
+            else np.stack([masters[n] for n in keys[key]])
+        )
+        for key in module.layout.trainable
+        if keys[key][0] in masters
+    }
+
+
+def _example_inputs(rows: Rows, objective: Objective) -> dict[str, torch.Tensor]:
+    batch = rows.batch(np.arange(min(2, len(rows))), rows.bucket_lengths[0])
+    return {
+        name: torch.from_numpy(np.asarray(batch[name], np.int64))
+        for name in objective.inputs
+        if name in batch
+    }
+
+
+def dataset_fingerprint(rows: Rows) -> str:
+    """Changes when a token, a label, or the way rows are made changes."""
+    digest = hashlib.sha256()
+    examples = rows.examples
+    for array in (
+        examples.input_ids, examples.offsets, examples.token_labels, examples.row_labels,
+        rows.row_buckets, np.asarray(rows.bucket_lengths),
+    ):  # fmt: skip
+        if array is not None:
+            digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()[:16]
+
+
+def run_identity(
+    config: TrainConfig, rows: Rows, state: TrainState, frozen: Params
+) -> dict[str, Any]:
+    """What makes two runs the same run: settings, data, names and shapes, frozen weights."""
+    shapes = sorted((k, v.shape) for k, v in state.trainable.items())
+    weights = hashlib.sha256()
+    for key in sorted(frozen):  # the first values of each tensor tell two base models apart
+        value = frozen[key]
+        head = value[(0,) * (value.ndim - 1)][:64] if value.ndim else value
+        weights.update(np.ascontiguousarray(jax.device_get(head)).reshape(-1).view(np.uint8).data)
+    identity = {name: getattr(config, name) for name in _IDENTITY}
+    return identity | {
+        "dataset": dataset_fingerprint(rows),
+        "trainable": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+        "frozen_weights": weights.hexdigest()[:16],
+    }
+
+
+def model_line(run: Run) -> str:
+    """Parameters, for the start screen."""
+    trainable, frozen = run.num_trainable, run.num_frozen
+    share = 100 * trainable / max(trainable + frozen, 1)
+    base = run.model.get_base_model() if isinstance(run.model, PeftModel) else run.model
+    kinds = sorted({str(d) for d in run.dtypes.values()})
+    return (
+        f"model    {type(base).__name__}: {trainable:,} parameters trained ({share:.2f} %), "
+        f"{frozen:,} frozen; computes in {', '.join(kinds)}, float32 masters"
+    )

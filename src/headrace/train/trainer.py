@@ -1,0 +1,332 @@
+"""Trainers with Hugging Face's signature: build a run, step through it, evaluate, save, resume.
+
+    trainer = SFTTrainer(model="...", args=SFTConfig(...), train_dataset=rows)
+    trainer.train()
+
+Knows: the order of things in a run. Each thing itself is done by its own file: setup.py builds,
+step.py computes, checkpoint.py and saving.py write, metrics.py and display.py show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+from peft import PeftConfig
+from torch import nn
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_utils import TrainOutput
+
+from headrace.config import ClassificationConfig, SFTConfig, TrainConfig
+from headrace.errors import ConfigError
+from headrace.train.callbacks import CallbackLike, Callbacks
+from headrace.train.checkpoint import Restored, load_checkpoint, load_latest
+from headrace.train.display import Display, format_seconds
+from headrace.train.evaluation import ComputeMetrics, evaluate
+from headrace.train.loop import TrainLoop
+from headrace.train.metrics import JsonLog
+from headrace.train.programs import Programs
+from headrace.train.saving import LoadBack, load_back_run, save_run
+from headrace.train.setup import Run, build_run, model_line
+from headrace.train.state import TrainState as ArrayState
+
+
+class Trainer:
+    """Trains what `args.task` says. Use SFTTrainer or ClassificationTrainer.
+
+    Args:
+        model: name or folder, or a transformers model (then processing_class is needed too).
+        args: the configuration; see docs/configuration.md.
+        train_dataset, eval_dataset: rows (list of dicts, datasets.Dataset); else args say where.
+        processing_class: tokenizer, or its name.
+        peft_config: peft.LoraConfig; else made from args when use_peft is set.
+        callbacks: transformers.TrainerCallback objects or classes.
+        compute_metrics: as in transformers, for classification.
+    """
+
+    config_class: ClassVar[type[TrainConfig]] = TrainConfig
+
+    def __init__(
+        self,
+        model: str | nn.Module | None = None,
+        args: TrainConfig | None = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        peft_config: PeftConfig | None = None,
+        callbacks: Iterable[CallbackLike] = (),
+        compute_metrics: ComputeMetrics | None = None,
+    ) -> None:
+        self.args = self._checked(args)
+        self._inputs: dict[str, Any] = {
+            "model": model,
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "processing_class": processing_class,
+            "adapter_config": peft_config,
+        }
+        self.compute_metrics = compute_metrics
+        self.callbacks = Callbacks(callbacks)
+        self.control = TrainerControl()
+        self.state = TrainerState()
+        self._run: Run | None = None
+        self._programs: Programs | None = None
+        self._arrays: ArrayState | None = None
+        self._display: Display | None = None
+        self._fire("on_init_end")
+
+    def _checked(self, args: TrainConfig | None) -> TrainConfig:
+        config = self.config_class() if args is None else args
+        if not isinstance(config, TrainConfig):
+            raise ConfigError(
+                f"args is a {type(config).__name__}; {self.config_class.__name__} is needed. It "
+                "takes the same names."
+            )
+        default = self.config_class().task
+        if self.config_class is not TrainConfig and config.task != default:
+            raise ConfigError(
+                f"args.task is {config.task!r}; {type(self).__name__} does {default!r}. Use "
+                f"{self.config_class.__name__}."
+            )
+        if config.metric_for_best_model is None:
+            config = config.replace(metric_for_best_model="loss")
+        if config.greater_is_better is None:
+            losses = ("loss", "perplexity", "mse", "mae")
+            metric = str(config.metric_for_best_model).removeprefix("eval_")
+            config = config.replace(greater_is_better=not metric.endswith(losses))
+        return config
+
+    # -- what the user calls ---------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """The run's parts; built when first asked for: reads data, loads and captures the model."""
+        if self._run is None:
+            _use_compilation_cache(self.args)
+            self._run = build_run(self.args, **self._inputs)
+            self._arrays = self._run.state
+            self._programs = Programs(self._run, on_compile=lambda event: self._say(str(event)))
+        return self._run
+
+    @property
+    def model(self) -> Any:
+        """The torch module (a PeftModel with LoRA); holds trained weights after save_model()."""
+        return self.run.model
+
+    @property
+    def processing_class(self) -> Any:
+        return self.run.processing_class
+
+    @property
+    def train_state(self) -> ArrayState:
+        """The present arrays of the run."""
+        assert self.run is not None and self._arrays is not None
+        return self._arrays
+
+    def add_callback(self, callback: CallbackLike) -> None:
+        self.callbacks.add(callback)
+
+    def remove_callback(self, callback: CallbackLike) -> None:
+        self.callbacks.remove(callback)
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Train to the end, or on from a checkpoint (a folder, or True for the newest).
+
+        Ctrl-C and SIGTERM finish the step and save a checkpoint first. At the end the model is
+        saved to output_dir and read back with stock libraries. Raises TrainingError when steps stay
+        not finite, CheckpointError when the checkpoint is of another run.
+        """
+        run, config = self.run, self.args
+        resume = config.resume_from_checkpoint if resume_from_checkpoint is None else None
+        restored = self._restored(resume_from_checkpoint or resume)
+        self._display = display = Display(run.total_steps)
+        log = JsonLog(Path(config.output_dir) / "log.jsonl", append=restored is not None)
+        try:
+            self._start_state()
+            loop = self._loop(display, log)
+            if restored is not None:
+                loop.restore(restored)
+                self._say_restored(restored)
+            self._start_screen()
+            assert self._programs is not None
+            before = self._programs.train.compile_seconds
+            self._programs.prepare_largest()
+            loop.clock.exclude(self._programs.train.compile_seconds - before)
+            try:
+                loop.execute()
+            finally:
+                self._arrays = loop.arrays
+            loop.finish()
+            self._use_best(loop)
+            self.save_model()
+            back = self.check_saved()
+            return self._output(loop, log, back)
+        finally:
+            display.close()
+            self._display = None
+            log.close()
+
+    def evaluate(
+        self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Metrics of the evaluation data (or of `eval_dataset`) with the present weights."""
+        return self._evaluate(self.train_state, eval_dataset, metric_key_prefix)
+
+    def save_model(self, output_dir: str | None = None) -> None:
+        """Adapter (or whole model) and tokenizer, as PEFT and transformers write them."""
+        save_run(self.run, self.train_state, output_dir or self.args.output_dir)
+
+    def check_saved(self, output_dir: str | None = None) -> LoadBack:
+        """Read the saved files with stock PEFT or transformers; TrainingError when they differ."""
+        path = output_dir or self.args.output_dir
+        result = load_back_run(self.run, self.train_state, path)
+        self._say(str(result))
+        return result
+
+    # -- parts of train() ------------------------------------------------------------------------
+
+    def _loop(self, display: Display, log: JsonLog) -> TrainLoop:
+        assert self._programs is not None
+        has_eval = self.run.data.eval is not None
+        return TrainLoop(
+            self.run,
+            self._programs,
+            arrays=self.train_state,
+            state=self.state,
+            callbacks=self.callbacks,
+            evaluate=self._evaluate if has_eval else None,
+            display=display,
+            log=log,
+        )
+
+    def _evaluate(
+        self, arrays: ArrayState, eval_dataset: Any = None, prefix: str = "eval"
+    ) -> dict[str, float]:
+        run = self.run
+        assert self._programs is not None
+        data = run.data if eval_dataset is None else run.with_eval_dataset(eval_dataset)
+        return evaluate(
+            self._programs.evaluate,
+            arrays,
+            run.frozen,
+            data.eval_loader(self.args),
+            run.objective,
+            compute_metrics=self.compute_metrics,
+            prefix=prefix,
+        )
+
+    def _start_state(self) -> None:
+        config, run = self.args, self.run
+        self.state = TrainerState(
+            max_steps=run.total_steps,
+            num_train_epochs=math.ceil(config.num_train_epochs),
+            logging_steps=config.logging_steps,
+            eval_steps=config.eval_steps,
+            save_steps=config.save_steps,
+            train_batch_size=config.per_device_train_batch_size,
+        )
+        self._arrays = run.fresh_state()
+
+    def _restored(self, resume: bool | str | None) -> Restored | None:
+        if not resume:
+            return None
+        template, identity = self.run.fresh_state(), self.run.identity
+        if resume is True:
+            return load_latest(self.args.output_dir, template, identity=identity)
+        return load_checkpoint(str(resume), template, identity=identity)
+
+    def _say_restored(self, restored: Restored) -> None:
+        for note in restored.notes:
+            self._say(note)
+        self._say(f"resumed  {restored.path} after step {restored.step}")
+        now = self.args.model_dump(mode="json")
+        for name, before in restored.progress["config"].items():
+            skipped = name in ("resume_from_checkpoint", "output_dir")
+            if not skipped and name in now and now[name] != before:
+                self._say(f"changed  {name}: {before!r} before, {now[name]!r} now")
+
+    def _start_screen(self) -> None:
+        run, config = self.run, self.args
+        assert self._programs is not None
+        self._say(model_line(run))
+        if run.adapter is not None:
+            self._say(f"adapter  {run.adapter}")
+        for dataset in (run.data.train, run.data.eval):
+            if dataset is not None:
+                self._say(str(dataset.report).rstrip())
+        shapes = ", ".join(f"{a} x {b} x {s}" for a, b, s in run.train_loader.shapes)
+        count = len(run.train_loader.shapes)
+        self._say(
+            f"steps    {run.total_steps:,}, {run.train_loader.steps_per_epoch:,} in an epoch; "
+            f"{count} shape{'s' if count > 1 else ''} to compile (micro-batches x rows x tokens): "
+            f"{shapes}"
+        )
+        self._say(f"memory   activation_checkpointing: {self._programs.remat}")
+        for note in self._programs.notes:
+            self._say(f"note     {note}")
+        self._say(f"output   {config.output_dir}")
+
+    def _use_best(self, loop: TrainLoop) -> None:
+        """load_best_model_at_end: the arrays of the best checkpoint."""
+        best = self.state.best_model_checkpoint
+        if not self.args.load_best_model_at_end or best is None:
+            return
+        if self.state.best_global_step == self.state.global_step:
+            return
+        restored = load_checkpoint(best, self.run.fresh_state(), identity=self.run.identity)
+        self._arrays = loop.arrays = restored.state
+        self._say(
+            f"best     {best}: {self.args.metric_for_best_model} {self.state.best_metric:.4g}; used"
+        )
+
+    def _output(self, loop: TrainLoop, log: JsonLog, back: LoadBack) -> TrainOutput:
+        assert self._programs is not None
+        compiling = self._programs.train.compile_seconds + self._programs.evaluate.compile_seconds
+        metrics = {
+            "train_runtime": loop.clock.wall,
+            "train_step_runtime": loop.clock.working,
+            "compile_seconds": compiling,
+            "train_loss": loop.training_loss,
+            "epoch": self.state.epoch,
+            "load_back_max_difference": back.max_difference,
+        }
+        log.write("end", step=self.state.global_step, **metrics)
+        self._say(
+            f"done     {self.state.global_step:,} steps in {format_seconds(loop.clock.wall)}, "
+            f"{format_seconds(compiling)} of them compiling; saved in {self.args.output_dir}"
+        )
+        return TrainOutput(self.state.global_step, loop.training_loss, metrics)
+
+    def _say(self, text: str) -> None:
+        (self._display or Display(0, quiet=True)).say(text)
+
+    def _fire(self, hook: str) -> None:
+        self.control = self.callbacks.fire(hook, self.args, self.state, self.control)
+
+
+class SFTTrainer(Trainer):
+    """Next-token training of a causal language model, whole or with LoRA; TRL's name for it.
+
+    trainer = SFTTrainer("path/to/model", SFTConfig(output_dir="out"), train_dataset=rows)
+    trainer.train()
+    """
+
+    config_class = SFTConfig
+
+
+class ClassificationTrainer(Trainer):
+    """One label, or one number, per text; the head is made for the labels found in the data."""
+
+    config_class = ClassificationConfig
+
+
+def _use_compilation_cache(config: TrainConfig) -> None:
+    """Compiled programs survive the process: the second run of a recipe starts at once."""
+    if config.compilation_cache_dir is None:
+        return
+    path = Path(config.compilation_cache_dir).expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(path))
