@@ -15,12 +15,14 @@ Imports nothing of Headrace but its errors.
 
 from headrace.kernels.attention import attention, target_platform
 from headrace.kernels.attention_chunked import RESIDUALS as ATTENTION_RESIDUALS
+from headrace.kernels.attention_sharded import attention_on_mesh
 from headrace.kernels.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 
 __all__ = [
     "ATTENTION_RESIDUALS",
     "LinearCrossEntropy",
     "attention",
+    "attention_on_mesh",
     "linear_cross_entropy",
     "target_platform",
 ]

@@ -97,7 +97,8 @@ def linear_cross_entropy(
     order_T = jnp.argsort(weights == 0.0, stable=True).astype(jnp.int32)
     labels = jnp.where(supervised_T, labels_T, 0)
     tokens = _Tokens(order_T, labels, weights, jnp.sum(weights != 0.0, dtype=jnp.int32))
-    loss_sum, correct = _loss(settings, hidden_TD, weight_VD, bias, tokens)
+    sums: Any = _loss(settings, hidden_TD, weight_VD, bias, tokens)
+    loss_sum, correct = sums
     return LinearCrossEntropy(loss_sum, weights.sum(), correct)
 
 
@@ -110,7 +111,7 @@ def _default_chunk(num_tokens: int, vocabulary: int) -> int:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(
     settings: _Settings, hidden_TD: Array, weight_VD: Array, bias_V: Array | None, tokens: _Tokens
-) -> Any:  # (loss_sum, correct); pyright loses a narrower type in custom_vjp
+) -> tuple[Array, Array]:
     def step(c: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         rows_C, labels_C, weights_C = _take(settings, tokens, c)
         logits_CV, _ = _logits(settings, _rows(hidden_TD, rows_C), weight_VD, bias_V)
