@@ -33,8 +33,8 @@ from headrace.kernels.masks import MaskArrays, MaskRule
 
 Implementation = Literal["dense", "chunked", "splash", "cudnn"]
 
-# Below this many scores in a head the dense form is as fast and compiles sooner.
-DENSE_SCORES = 64 * 64
+# Below this many scores in a head, or queries (decoding), the dense form is faster.
+DENSE_SCORES, DENSE_QUERIES = 96 * 96, 16
 
 _target_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "headrace_target_platform", default=None
@@ -94,7 +94,7 @@ def attention(
     bias = _rank_4(mask) if additive else None
     obstacles = _obstacles(q_BNTH, k_BKSH, v_BKSH, rule, softcap, arrays, bias, sinks, dropout)
     if implementation is None:
-        implementation = _choose(obstacles, q_BNTH.shape[2] * k_BKSH.shape[2])
+        implementation = _choose(obstacles, q_BNTH.shape[2], k_BKSH.shape[2])
     elif obstacles[implementation]:
         raise ConfigError(
             f"attention(implementation={implementation!r}) cannot do what was asked:\n  "
@@ -152,15 +152,16 @@ def _obstacles(
     }
 
 
-def _choose(obstacles: dict[Implementation, list[str]], num_scores: int) -> Implementation:
+def _choose(
+    obstacles: dict[Implementation, list[str]], num_queries: int, num_keys: int
+) -> Implementation:
     platform = _target_platform.get() or jax.default_backend()
-    if platform == "tpu" and not obstacles["splash"] and num_scores >= DENSE_SCORES:
+    small = num_queries * num_keys < DENSE_SCORES or num_queries < DENSE_QUERIES
+    if platform == "tpu" and not obstacles["splash"] and not small:
         return "splash"
     if platform == "gpu" and not obstacles["cudnn"]:
         return "cudnn"
-    if obstacles["chunked"] or num_scores < DENSE_SCORES:
-        return "dense"
-    return "chunked"
+    return "dense" if small or obstacles["chunked"] else "chunked"
 
 
 def _check(
