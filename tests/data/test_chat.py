@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace.data.chat import chat_template, load_chat_template
 from headrace.data.formats import detect_causal
-from headrace.data.prepare import Tokenized, tokenize_causal
+from headrace.data.policy import Tokenized
+from headrace.data.prepare import tokenize_causal
 from headrace.data.read import from_python
 from headrace.errors import DataError
 
@@ -160,6 +161,46 @@ def test_alpaca_uses_the_template_when_there_is_one(
     off, notes = prepare([row], chat_tokenizer, use_template=False)
     assert off[0].input_ids.tolist() == plain[0].input_ids.tolist()
     assert any("not used" in note for note in notes)
+    messages = {"messages": turns("Add", "3")}  # conversations are never joined as they stand
+    assert prepare([messages], chat_tokenizer, use_template=False)[0][0].trained.any()
+
+
+def test_history_of_alpaca_is_context_only(chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    row = {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "s"}
+    rows, _ = prepare([row], chat_tokenizer)
+    assert trained_text(rows[0], chat_tokenizer) == ["d<|im_end|>"]
+    assert "<|im_start|>system\ns<|im_end|>" in chat_tokenizer.decode(rows[0].input_ids.tolist())
+
+
+# Shapes of templates in use: begin token written by the template, end token after a blank, roles
+# renamed, content trimmed, generation prompt of several lines.
+OPEN = "{% if add_generation_prompt %}<|im_start|>"
+FAMILIES = {
+    "inst": "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}",
+    "header": "{% for m in messages %}"
+    "{% set head = '<|im_start|>' + m.role + '\n\n' %}{% set text = m.content | trim %}"
+    "{% if loop.first %}{% set head = bos_token + head %}{% endif %}"
+    "{{ head + text + '<|im_end|>' }}{% endfor %}" + OPEN + "assistant\n\n{% endif %}",
+    "model": "{{ bos_token }}{% for m in messages %}"
+    "{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<|im_start|>' + role + '\n' + m.content | trim + '<|im_end|>\n' }}{% endfor %}"
+    + OPEN
+    + "model\n{% endif %}",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_template_families(family: str) -> None:
+    tokenizer = byte_tokenizer(chat_template=FAMILIES[family], adds_bos=True)
+    messages = turns("one?", "1", "two?", "2")
+    rows, notes = prepare([{"messages": messages}], tokenizer)
+    texts = [text.strip() for text in trained_text(rows[0], tokenizer)]
+    assert texts == ["1<|im_end|>", "2<|im_end|>"]
+    expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert rows[0].input_ids.tolist() == expected
+    assert not any("last turn" in note or "begin token" in note for note in notes)
 
 
 def test_chat_template_path(tmp_path: Path) -> None:

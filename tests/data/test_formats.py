@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from data_samples import turns
 
-from headrace.data.formats import (
-    Chat,
-    Labelled,
-    PromptCompletion,
-    RowProblem,
-    Text,
-    Tokens,
-    detect_causal,
-    detect_labelled,
-)
+from headrace.data.formats import detect_causal, detect_labelled
+from headrace.data.normal import Chat, Labelled, PromptCompletion, RowProblem, Text, Tokens
 from headrace.data.prepare import normalise_rows
 from headrace.data.read import from_python
 from headrace.errors import DataError
@@ -61,12 +54,20 @@ def test_per_turn_control() -> None:
     assert all("train" not in m and "weight" not in m for m in chat.messages)
 
 
+def test_content_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    _, chat = first({"messages": [{"role": "user", "content": parts}, *turns("", "c")[1:]]})
+    assert chat.messages[0]["content"] == "ab"
+
+
 def test_alpaca() -> None:
     kind, pair = first({"instruction": "Add.", "input": "1 2", "output": "3", "system": "math"})
     assert kind == "alpaca"
     assert pair.prompt == "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n"
     assert (pair.user, pair.completion, pair.system) == ("Add.\n\n1 2", "3", "math")
     _, bare = first({"instruction": "Add.", "input": "", "output": "3"})
+    _, more = first({"instruction": "c", "output": "d", "history": [["a", "b"]]})
+    assert more.history == (("a", "b"),)
     assert (bare.prompt, bare.user) == ("### Instruction:\nAdd.\n\n### Response:\n", "Add.")
 
 
@@ -99,7 +100,7 @@ def test_text(row: dict[str, str], options: dict[str, str]) -> None:
 
 def test_tokens() -> None:
     assert first({"input_ids": [1, 2]})[1] == Tokens(input_ids=(1, 2), labels=None)
-    assert first({"input_ids": [1, 2], "labels": [-100, 2]})[1].labels == (-100, 2)
+    assert first({"input_ids": np.array([1, 2]), "labels": [-100, 2]})[1].labels == (-100, 2)
 
 
 def test_what_cannot_be_trained_on_says_what_is_there_and_what_is_needed() -> None:
@@ -126,7 +127,15 @@ def test_what_cannot_be_trained_on_says_what_is_there_and_what_is_needed() -> No
         ({"instruction": "a", "output": " "}, "output"),
         ({"text": 5}, "text"),
         ({"input_ids": ["a"]}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [1, -2]}, "input_ids"),
         ({"input_ids": [1, 2], "labels": [1]}, "labels"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "labels[0]"),
+        ({"instruction": "a", "output": "b", "history": [["q"]]}, "history"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            "messages[0].content",
+        ),
         ({"conversations": [{"from": "function_call", "value": "x"}]}, "conversations[0].value"),
     ],
 )

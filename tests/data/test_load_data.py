@@ -226,6 +226,15 @@ def test_an_evaluation_label_that_training_lacks(tokenizer: PreTrainedTokenizerF
         )
 
 
+def test_a_rare_label_may_be_held_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"text": f"t{i}", "label": f"n{max(0, i - 27)}"} for i in range(30)]
+    for seed in range(6):  # n1 and n2 have one row each: held out in some of these
+        config = ClassificationConfig(test_split_size=15, seed=seed)
+        data = load_data(config, tokenizer, train_dataset=rows)
+        assert data.labels is not None
+        assert data.labels.names == ("n0", "n1", "n2")
+
+
 def test_long_texts_keep_their_special_tokens_when_cut(minilm: PreTrainedTokenizerBase) -> None:
     rows = [
         {"text": "a b c d e f g h", "text_pair": "i j k l", "label": 0},

@@ -21,7 +21,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headrace.data.formats import Chat, PromptCompletion, RowProblem
+from headrace.data.normal import Chat, PromptCompletion, RowProblem
 from headrace.errors import DataError
 
 Span = tuple[int, int]

@@ -13,9 +13,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from headrace.data.examples import Examples, ragged
-from headrace.data.formats import Format, Labelled
+from headrace.data.formats import Format
 from headrace.data.labels import Labels, encode_labels
-from headrace.data.prepare import LengthPolicy, Outcome, normalise_rows
+from headrace.data.normal import Labelled
+from headrace.data.policy import LengthPolicy, Outcome
+from headrace.data.prepare import normalise_rows
 from headrace.data.table import SHOWN, Table
 from headrace.errors import DataError
 

@@ -19,13 +19,8 @@ from headrace.data.examples import Examples
 from headrace.data.formats import Format, detect_causal, detect_labelled
 from headrace.data.labels import Labels, find_labels
 from headrace.data.packing import one_each, pack
-from headrace.data.prepare import (
-    LengthPolicy,
-    Outcome,
-    apply_policy,
-    decoded_example,
-    tokenize_causal,
-)
+from headrace.data.policy import LengthPolicy, Outcome, apply_policy
+from headrace.data.prepare import decoded_example, tokenize_causal
 from headrace.data.report import DataReport, length_percentiles
 from headrace.data.table import Table
 
@@ -85,13 +80,15 @@ def labelled_dataset(
     name: str = "train",
     labels: Labels | None = None,
     label_names: Sequence[str] | None = None,
+    held: Table | None = None,
     max_length: int | None = None,
     limit: int = LONGEST_CHOSEN,
 ) -> tuple[Dataset, Labels]:
     """Rows with one label each, and the labels.
 
     labels: those of the training data, when this is evaluation data. label_names: names by id of a
-    model that is already a classifier. max_length and limit as in causal_dataset.
+    model that is already a classifier. held: rows taken out of this table for evaluation; a label
+    may occur in them only. max_length and limit as in causal_dataset.
     """
     form = detect_labelled(
         table,
@@ -101,8 +98,11 @@ def labelled_dataset(
     )
     texts = labelled_rows(table, form)
     column = form.columns[-1]
+    held_labels = (
+        (value for value in held.column(column) if value not in (None, "")) if held else ()
+    )
     labels = labels or find_labels(
-        [row.label for row in texts],
+        [*(row.label for row in texts), *held_labels],
         declared=label_names or (table.class_names or {}).get(column),
         problem_type=config.problem_type,
         column=column,

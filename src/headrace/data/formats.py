@@ -7,12 +7,23 @@ tokenizers or templates.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
+from headrace.data.normal import (
+    Chat,
+    Example,
+    Labelled,
+    PromptCompletion,
+    RowProblem,
+    Text,
+    Tokens,
+)
 from headrace.data.table import Row, Table
+from headrace.data.turns import read_tools, read_turns
 from headrace.errors import DataError
 
 Kind = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "text", "tokens", "labelled"]
@@ -36,72 +47,6 @@ _TEXT_PAIRS = (
     ("question", "sentence"),
 )
 _LABELS = ("label", "labels", "category", "intent", "class", "target", "score", "stars", "rating")
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool": "tool",
-    "function_call": "function_call",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chat:
-    """messages in the form chat templates take; train[i] says whether turn i may be trained."""
-
-    messages: tuple[Mapping[str, Any], ...]
-    train: tuple[bool, ...]
-    tools: tuple[Any, ...] | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptCompletion:
-    """Two texts; `plain` joins them without a chat template, `turns` are user and system text."""
-
-    prompt: str
-    completion: str
-    user: str
-    system: str | None = None
-    history: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """Already tokenised; labels as in Hugging Face (-100 = not trained), or all trained."""
-
-    input_ids: tuple[int, ...]
-    labels: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Labelled:
-    text: str
-    pair: str | None
-    label: Any
-
-
-Example = Chat | PromptCompletion | Text | Tokens | Labelled
-
-
-class RowProblem(ValueError):
-    """One row is not what its format needs: column, value, what is needed. Caught by prepare.py."""
-
-    def __init__(self, column: str, value: Any, needed: str) -> None:
-        super().__init__(needed)
-        self.column, self.value, self.needed = column, value, needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,20 +159,36 @@ def _text_format(column: str) -> Format:
 
 def _tokens_format() -> Format:
     def normalise(row: Row) -> Tokens:
-        ids, labels = row["input_ids"], row.get("labels")
-        for column, value in (("input_ids", ids), ("labels", labels)):
-            if value is None and column == "labels":
-                continue
-            if not isinstance(value, Sequence) or not all(type(i) is int for i in value):
-                raise RowProblem(column, value, "needs a list of whole numbers")
-        if labels is not None and len(labels) != len(ids):
-            raise RowProblem("labels", labels, f"needs {len(ids)} numbers, as input_ids has")
-        return Tokens(input_ids=tuple(ids), labels=None if labels is None else tuple(labels))
+        ids = _whole_numbers(row, "input_ids", least=0)
+        if row.get("labels") is None:
+            return Tokens(input_ids=ids, labels=None)
+        labels = _whole_numbers(row, "labels", least=-100)
+        if len(labels) != len(ids):
+            raise RowProblem("labels", row["labels"], f"needs {len(ids)} numbers, as input_ids has")
+        wrong = [
+            at for at, (i, n) in enumerate(zip(ids, labels, strict=True)) if n not in (i, -100)
+        ]
+        if wrong:
+            raise RowProblem(
+                f"labels[{wrong[0]}]", labels[wrong[0]], "needs the id at its place, or -100"
+            )
+        return Tokens(input_ids=ids, labels=labels)
 
     good = {"input_ids": [1, 5, 6, 2], "labels": [-100, -100, 6, 2]}
     return Format(
         kind="tokens", columns=("input_ids", "labels"), normalise=normalise, good_row=good
     )
+
+
+def _whole_numbers(row: Row, column: str, *, least: int) -> tuple[int, ...]:
+    value = row.get(column)
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list | tuple) or not value:
+        raise RowProblem(column, value, "needs a list of whole numbers that is not empty")
+    if not all(type(i) is int and i >= least for i in value):
+        raise RowProblem(column, value, f"needs whole numbers, none below {least}")
+    return tuple(value)
 
 
 def _pair_format(prompt: str, completion: str, table: Table) -> Format:
@@ -247,12 +208,12 @@ def _pair_format(prompt: str, completion: str, table: Table) -> Format:
 
 
 def _conversational_pair(row: Row, prompt: str, completion: str) -> Chat:
-    before, _ = _turns(row, prompt)
-    after, train = _turns(row, completion)
+    before, _ = read_turns(row, prompt)
+    after, train = read_turns(row, completion)
     return Chat(
         messages=before + after,
         train=(False,) * len(before) + train,
-        tools=_tools(row),
+        tools=read_tools(row),
         template_kwargs=row.get("chat_template_kwargs") or {},
     )
 
@@ -268,12 +229,20 @@ def _alpaca_format(answer: str, names: set[str]) -> Format:
             completion=_text(row, answer),
             user=f"{instruction}\n\n{given}" if given else instruction,
             system=row.get("system") or None,
-            history=tuple((turn[0], turn[1]) for turn in row.get("history") or ()),
+            history=_history(row),
         )
 
     columns = tuple(n for n in ("instruction", "input", answer, "system", "history") if n in names)
     good = {"instruction": "Translate to French.", "input": "Good morning", answer: "Bonjour"}
     return Format(kind="alpaca", columns=columns, normalise=normalise, good_row=good)
+
+
+def _history(row: Row) -> tuple[tuple[str, str], ...]:
+    """Earlier (question, answer) turns of an Alpaca row."""
+    turns = row.get("history") or []
+    if not all(len(turn) == 2 and all(isinstance(t, str) for t in turn) for turn in turns):
+        raise RowProblem("history", turns, "needs a list of [question, answer]")
+    return tuple((question, answer) for question, answer in turns)
 
 
 def _chat_format(column: str, turn: Any, has_tools: bool) -> Format:
@@ -288,11 +257,11 @@ def _chat_format(column: str, turn: Any, has_tools: bool) -> Format:
     }
 
     def normalise(row: Row) -> Chat:
-        turns, train = _turns(row, column)
+        turns, train = read_turns(row, column)
         if sharegpt and row.get("system"):
             turns, train = ({"role": "system", "content": row["system"]}, *turns), (False, *train)
         kwargs = row.get("chat_template_kwargs") or {}
-        return Chat(messages=turns, train=train, tools=_tools(row), template_kwargs=kwargs)
+        return Chat(messages=turns, train=train, tools=read_tools(row), template_kwargs=kwargs)
 
     columns = (column, "tools") if has_tools else (column,)
     kind: Kind = "sharegpt" if sharegpt else "messages"
@@ -302,69 +271,6 @@ def _chat_format(column: str, turn: Any, has_tools: bool) -> Format:
 def _first_turn(table: Table, column: str) -> Any:
     turns = next((value for value in table.column(column) if value), None)
     return turns[0] if isinstance(turns, list) else None
-
-
-def _turns(row: Row, column: str) -> tuple[tuple[Mapping[str, Any], ...], tuple[bool, ...]]:
-    value = row.get(column)
-    if not isinstance(value, list) or not value:
-        raise RowProblem(column, value, "needs a list of turns that is not empty")
-    turns = tuple(_turn(turn, f"{column}[{i}]") for i, turn in enumerate(value))
-    return turns, tuple(_may_train(turn) for turn in value)
-
-
-def _may_train(turn: Mapping[str, Any]) -> bool:
-    """Per-turn control as axolotl (train) and OpenAI (weight) write it."""
-    train = turn.get("train")
-    return (train is None or bool(train)) and turn.get("weight") != 0
-
-
-def _turn(turn: Any, at: str) -> Mapping[str, Any]:
-    if not isinstance(turn, Mapping):
-        raise RowProblem(at, turn, "needs an object with role and content")
-    who, what = ("from", "value") if "from" in turn else ("role", "content")
-    role = _ROLES.get(turn.get(who) or "", turn.get(who))
-    if not isinstance(role, str):
-        raise RowProblem(f"{at}.{who}", role, "needs user, assistant, system or tool")
-    content = turn.get(what)
-    if role == "function_call":
-        return _function_call(content, f"{at}.{what}")
-    rest = {
-        k: v for k, v in turn.items() if k not in (who, what, "train", "weight") and v is not None
-    }
-    if content is None and not turn.get("tool_calls"):
-        raise RowProblem(f"{at}.{what}", content, "needs text")
-    if content is not None and not isinstance(content, str | list):
-        raise RowProblem(f"{at}.{what}", content, "needs text")
-    return {"role": role, "content": "" if content is None else content, **rest}
-
-
-def _function_call(content: Any, at: str) -> Mapping[str, Any]:
-    """ShareGPT's function_call turn -> an assistant turn with tool_calls."""
-    try:
-        calls = json.loads(content) if isinstance(content, str) else content
-    except json.JSONDecodeError as error:
-        raise RowProblem(at, content, f"needs JSON with name and arguments ({error.msg})") from None
-    calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, Mapping) and "name" in call for call in calls):
-        raise RowProblem(at, content, "needs JSON with name and arguments")
-    tool_calls = [{"type": "function", "function": dict(call)} for call in calls]
-    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
-
-
-def _tools(row: Row) -> tuple[Any, ...] | None:
-    """Tools as objects or a JSON string, bare or wrapped as OpenAI's function objects."""
-    tools = row.get("tools")
-    if not tools:
-        return None
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
-    except json.JSONDecodeError as error:
-        raise RowProblem("tools", row["tools"], f"needs a JSON list ({error.msg})") from None
-    if not all(isinstance(tool, Mapping) for tool in tools):
-        raise RowProblem("tools", row["tools"], "needs a list of objects")
-    wrapped = (t if "function" in t else {"type": "function", "function": t} for t in tools)
-    return tuple(wrapped) or None
 
 
 def _labelled_format(text: str, pair: str | None, label: str) -> Format:

@@ -98,7 +98,15 @@ def load_data(
                 max_length=first.report.max_length,
             )
         return TrainingData(train=first, eval=second, labels=None)
-    first, labels = labelled_dataset(train, config, tokenizer, label_names=label_names, limit=limit)
+    same_source = config.test_split_size is not None and eval_dataset is None
+    first, labels = labelled_dataset(
+        train,
+        config,
+        tokenizer,
+        label_names=label_names,
+        held=held if same_source else None,
+        limit=limit,
+    )
     if held is not None:
         size = first.report.max_length
         second, _ = labelled_dataset(

@@ -1,16 +1,16 @@
-"""Table -> tokenised Examples and a report: render, tokenise in batches, apply the length policy.
+"""Table -> rows of tokens with what is trained: normalise, render, tokenise in batches.
 
-Labels are decided by character position (chat.py gives the spans), never by token id. The first
-token of an example has no label, since nothing predicts it; packed and unpacked losses are equal
-for that reason. Knows tokenizers; batching and shapes come later (packing.py, buckets.py).
+What is trained is decided by character position (chat.py gives the spans), never by token id. Knows
+tokenizers; lengths and shapes come later (policy.py, packing.py, buckets.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -24,52 +24,24 @@ from headrace.data.chat import (
     render_chat,
     render_plain,
 )
-from headrace.data.examples import IGNORED, Examples, ragged
-from headrace.data.formats import (
+from headrace.data.examples import IGNORED, Examples
+from headrace.data.formats import Format
+from headrace.data.normal import (
     Chat,
     Example,
-    Format,
     PromptCompletion,
     RowProblem,
     Text,
     Tokens,
 )
-from headrace.data.table import SHOWN, BadRow, Table, raise_bad_rows
+from headrace.data.policy import Tokenized
+from headrace.data.table import BadRow, Table, raise_bad_rows
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
 _BATCH = 1000  # rows a call of the fast tokenizer; its threads share one batch
-OverLength = Literal["truncate", "drop", "split", "error"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokenized:
-    """One row as tokens; trained[i] says whether token i is. where: row index in the table."""
-
-    row: int
-    input_ids: np.ndarray
-    trained: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True)
-class LengthPolicy:
-    """What happens to examples over max_length tokens."""
-
-    max_length: int
-    over_length: OverLength = "truncate"
-    keep_end: bool = False
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """Counts of what the policy did, for the report."""
-
-    kept: int = 0
-    cut: int = 0
-    dropped: int = 0
-    notes: list[str] = field(default_factory=list)
 
 
 def tokenize_causal(
@@ -95,7 +67,8 @@ def tokenize_causal(
     examples = normalise_rows(table, form)
     if form.kind == "tokens":
         return _already_tokens(examples), []
-    rows = _rendered_rows(examples, template if use_template else None, answers_only, table, form)
+    render = partial(_render, template=template, pairs_as_chat=use_template, answers=answers_only)
+    rows = _rendered_rows(examples, render, table, form)
     tokens = _Edges.of(tokenizer)
     result = list(_tokenize(rows, tokenizer, tokens))
     return result, _notes(table, template, rows, tokens, use_template)
@@ -139,8 +112,7 @@ class _Row:
 
 def _rendered_rows(
     examples: Sequence[Example],
-    template: ChatTemplate | None,
-    answers_only: bool,
+    render: Callable[[Example], _Row],
     table: Table,
     form: Format,
 ) -> list[_Row]:
@@ -148,22 +120,24 @@ def _rendered_rows(
     bad: list[BadRow] = []
     for i, example in enumerate(examples):
         try:
-            rows.append(_render(example, template, answers_only))
+            rows.append(render(example))
         except RowProblem as problem:
             bad.append(_bad(table, i, problem))
     raise_bad_rows(bad, example=form.good_row, total=len(table))
     return rows
 
 
-def _render(example: Example, template: ChatTemplate | None, answers_only: bool) -> _Row:
+def _render(
+    example: Example, *, template: ChatTemplate | None, pairs_as_chat: bool, answers: bool
+) -> _Row:
     if isinstance(example, PromptCompletion):
-        if template is None:
-            return _Row(rendered=render_plain(example, answers_only=answers_only), plain=True)
+        if template is None or not pairs_as_chat:
+            return _Row(rendered=render_plain(example, answers_only=answers), plain=True)
         example = as_chat(example)
     if isinstance(example, Chat):
         if template is None:
-            raise RowProblem("prompt", "messages", "needs a tokenizer with a chat template")
-        return _Row(rendered=render_chat(example, template, answers_only=answers_only), plain=False)
+            raise RowProblem("prompt", "messages", "needs a chat template: set chat_template_path")
+        return _Row(rendered=render_chat(example, template, answers_only=answers), plain=False)
     assert isinstance(example, Text), example
     whole = Rendered(text=example.text, spans=((0, len(example.text)),))
     return _Row(rendered=whole, plain=True)
@@ -286,76 +260,6 @@ def _notes(
     if rows and rows[0].plain and template is not None and use_template is False:
         notes.append("the chat template is not used (apply_chat_template: false)")
     return notes
-
-
-def apply_policy(
-    rows: Sequence[Tokenized], policy: LengthPolicy, *, table: Table
-) -> tuple[Examples, Outcome]:
-    """Cut, drop, split or refuse what is over max_length; drop what has no trained token left.
-
-    Raises DataError when over_length is error and a row is, and when nothing is left to train.
-    """
-    outcome = Outcome()
-    long = [row for row in rows if len(row.input_ids) > policy.max_length]
-    if long and policy.over_length == "error":
-        shown = ", ".join(f"{table.where(r.row)} ({len(r.input_ids):,})" for r in long[:SHOWN])
-        raise DataError(
-            f"{len(long):,} of {len(rows):,} rows are over max_length {policy.max_length:,} "
-            f"tokens: {shown}. Raise max_length, or set over_length to truncate, drop or split"
-        )
-    ids: list[np.ndarray] = []
-    labels: list[np.ndarray] = []
-    unsupervised = 0
-    for row in rows:
-        pieces = list(_pieces(row, policy))
-        used = [(i, t) for i, t in pieces if t[1:].any()]
-        unsupervised += bool(pieces) and not used
-        outcome.kept += bool(used)
-        outcome.cut += bool(used) and len(row.input_ids) > policy.max_length
-        for piece, trained in used:
-            ids.append(piece)
-            labels.append(_labels(piece, trained))
-    outcome.dropped = len(rows) - outcome.kept
-    if unsupervised:
-        outcome.notes.append(f"{unsupervised:,} dropped: no trained token within max_length")
-    if not ids:
-        raise DataError(_nothing_left(rows, policy, table))
-    flat, offsets = ragged(ids)
-    return Examples(input_ids=flat, offsets=offsets, token_labels=ragged(labels)[0]), outcome
-
-
-def _pieces(row: Tokenized, policy: LengthPolicy) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    size, ids, trained = policy.max_length, row.input_ids, row.trained
-    if len(ids) <= size:
-        yield ids, trained
-    elif policy.over_length == "truncate":
-        keep = slice(-size, None) if policy.keep_end else slice(size)
-        yield ids[keep], trained[keep]
-    elif policy.over_length == "split":
-        for start in range(0, len(ids), size):
-            yield ids[start : start + size], trained[start : start + size]
-
-
-def _labels(ids: np.ndarray, trained: np.ndarray) -> np.ndarray:
-    labels = np.where(trained, ids, IGNORED).astype(np.int32)
-    labels[:1] = IGNORED  # nothing predicts the first token
-    return labels
-
-
-def _nothing_left(rows: Sequence[Tokenized], policy: LengthPolicy, table: Table) -> str:
-    trained = sum(int(row.trained[1:].sum()) for row in rows)
-    longest = max(len(row.input_ids) for row in rows)
-    if not trained:
-        return (
-            f"{table.source}: none of the tokens of {len(rows):,} rows would be trained. Answers "
-            "(assistant turns, completions) are needed; to train prompts too set "
-            "assistant_only_loss: false and completion_only_loss: false"
-        )
-    return (
-        f"{table.source}: with max_length {policy.max_length:,} and over_length "
-        f"{policy.over_length} no trained token is left in {len(rows):,} rows; the longest has "
-        f"{longest:,} tokens. Raise max_length, or set truncation_mode: keep_end"
-    )
 
 
 def decoded_example(
