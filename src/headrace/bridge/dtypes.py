@@ -41,7 +41,7 @@ _EXACT: dict[torch.dtype, np.dtype] = {
 _TO_TORCH: dict[np.dtype, torch.dtype] = {
     exact: torch_dtype for torch_dtype, exact in _EXACT.items()
 }
-# NumPy does not know ml_dtypes' types when it comes from torch: they travel as integers of the same width.
+# torch cannot hand these types to NumPy: they travel as integers of the same width.
 _CARRIER: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16}
 _NUMPY_NATIVE_KINDS = "biufc"
 
@@ -61,7 +61,7 @@ def to_jax_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def to_torch_dtype(dtype: np.dtype) -> torch.dtype:
-    """The torch dtype of the same name and width; raises KeyError for dtypes torch does not have."""
+    """The torch dtype of the same name and width; KeyError for dtypes torch does not have."""
     return _TO_TORCH[np.dtype(dtype)]
 
 
@@ -78,18 +78,37 @@ def default_int() -> np.dtype:
 def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A CPU tensor's values as NumPy, in its exact dtype; shares memory when it can."""
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if tensor._is_zerotensor():
+        tensor = tensor.clone()
     exact = _EXACT.get(tensor.dtype)
     if exact is None:
         to_jax_dtype(tensor.dtype)
     assert exact is not None
     if exact.kind in _NUMPY_NATIVE_KINDS and exact.type.__module__ == "numpy":
-        return tensor.numpy()
-    return tensor.contiguous().view(_CARRIER[exact.itemsize]).numpy().view(exact)
+        return tensor.numpy(force=True)
+    return tensor.contiguous().view(_CARRIER[exact.itemsize]).numpy(force=True).view(exact)
+
+
+def narrowed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Values in a policy dtype; integers that do not fit saturate instead of wrapping around.
+
+    The least int64, which masks use as "never", stays the least integer.
+    """
+    if values.dtype.kind == "i" and dtype.kind == "i" and values.dtype.itemsize > dtype.itemsize:
+        limits = np.iinfo(dtype)
+        values = np.clip(values, limits.min, limits.max)
+    with np.errstate(over="ignore"):
+        return values.astype(dtype)
+
+
+def scalar_to_jax(value: bool | int | float | complex, dtype: np.dtype) -> jax.Array:
+    """A Python scalar as a zero-dim array: integers saturate, floats out of range become inf."""
+    return jnp.asarray(narrowed(np.asarray(value), dtype))
 
 
 def tensor_to_jax(tensor: torch.Tensor) -> jax.Array:
     """A copy of the tensor on JAX's default device, in the policy's dtype."""
-    return jnp.array(tensor_to_numpy(tensor), dtype=to_jax_dtype(tensor.dtype), copy=True)
+    return jnp.array(narrowed(tensor_to_numpy(tensor), to_jax_dtype(tensor.dtype)), copy=True)
 
 
 def jax_to_tensor(array: jax.Array | np.ndarray) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import jax.scipy.special as special
 import torch
@@ -116,7 +117,7 @@ def _power(x: Value, exponent: Value) -> Array:
         if category(dtype) == 1 and whole < 0:
             raise ValueError("integers to negative integer powers were given; cast to float first")
         return lax.integer_pow(base, whole)
-    if exponent == 0.5 and isinstance(exponent, float):
+    if isinstance(exponent, float) and exponent == 0.5:
         return jnp.sqrt(base)
     raised = jnp.asarray(exponent, dtype)
     if category(dtype) == 0:
@@ -164,6 +165,20 @@ def _xlogy(x: Array, y: Array) -> Array:
     return jnp.where(jnp.isnan(y), y, special.xlogy(x, y))
 
 
+@jax.custom_jvp
+def _nextafter(x: Array, y: Array) -> Array:
+    return jnp.nextafter(x, y)
+
+
+@_nextafter.defjvp
+def _nextafter_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    # A step of one unit in the last place: the identity to first order, unless already there.
+    x, y = primals
+    return _nextafter(x, y), jnp.where(x == y, 0, tangents[0])
+
+
 def _heaviside(x: Array, values: Array) -> Array:
     return jnp.where(x == 0, values, (x > 0).astype(x.dtype))
 
@@ -188,7 +203,7 @@ aliases(
         aten.heaviside.default: _heaviside,
         aten.gcd.default: jnp.gcd,
         aten.lcm.default: jnp.lcm,
-        aten.nextafter.default: jnp.nextafter,
+        aten.nextafter.default: _nextafter,
         aten.bitwise_and.Tensor: jnp.bitwise_and,
         aten.bitwise_and.Scalar: jnp.bitwise_and,
         aten.bitwise_and.Scalar_Tensor: jnp.bitwise_and,
@@ -232,7 +247,6 @@ aliases(
         aten.special_xlogy.default: _xlogy,
         aten.special_xlogy.self_scalar: _xlogy,
         aten.special_xlogy.other_scalar: _xlogy,
-        aten.special_zeta.default: special.zeta,
         aten.ldexp.Tensor: lambda x, y: x * jnp.exp2(y),
     },
     promotion=INT_TO_FLOAT,

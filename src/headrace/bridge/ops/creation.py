@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jax import Array
 
-from headrace.bridge.dtypes import default_float, default_int, to_jax_dtype
+from headrace.bridge.dtypes import default_float, default_int, scalar_to_jax, to_jax_dtype
 from headrace.bridge.ops.promotion import int_to_float, result_dtype
 from headrace.bridge.ops.registry import lowers
 
@@ -31,7 +31,7 @@ def _or_own(dtype: Dtype, self: Array) -> np.dtype:
 
 
 def _full(shape: Sequence[int], value: Scalar, dtype: np.dtype) -> Array:
-    return jnp.full(tuple(shape), np.asarray(value).astype(dtype), dtype)
+    return jnp.full(tuple(shape), scalar_to_jax(value, dtype), dtype)
 
 
 @lowers(aten.zeros.default, aten.empty.memory_format)
@@ -178,7 +178,12 @@ def aten_logspace(
     """logspace(Scalar start, Scalar end, int steps, float base=10.0, *, ...)"""
     target = _or_float(dtype)
     exponents = aten_linspace(start, end, steps, dtype=None if target.kind in "iu" else dtype)
-    return jnp.power(base, exponents).astype(target)
+    values = jnp.power(base, exponents)
+    if target.kind in "iu":
+        # A power a rounding error below a whole number must not lose one to truncation.
+        whole = jnp.round(values)
+        values = jnp.where(jnp.abs(values - whole) < 1e-5 * jnp.abs(whole), whole, values)
+    return values.astype(target)
 
 
 @lowers(aten.eye.default)

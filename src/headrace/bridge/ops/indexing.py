@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jax import Array, lax
 
-from headrace.bridge.dtypes import default_int
+from headrace.bridge.dtypes import default_int, scalar_to_jax
 from headrace.bridge.ops.casts import cast
 from headrace.bridge.ops.dims import one_dim
 from headrace.bridge.ops.registry import lowers
@@ -102,14 +102,10 @@ def aten_index_select(self: Array, dim: int, index: Array) -> Array:
 @lowers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def aten_masked_fill(self: Array, mask: Array, value: Array | Scalar) -> Array:
     """masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor"""
-    filler = cast(value, self.dtype) if isinstance(value, jax.Array) else _fitted(value, self.dtype)
+    # float32's least value stands in masks of 16-bit models; torch casts it to -inf.
+    is_array = isinstance(value, jax.Array)
+    filler = cast(value, self.dtype) if is_array else scalar_to_jax(value, self.dtype)
     return jnp.where(mask.astype(jnp.bool_), filler, self)
-
-
-def _fitted(value: Scalar, dtype: np.dtype) -> Array:
-    """float32's least value stands in masks of 16-bit models; torch casts it to -inf."""
-    with np.errstate(over="ignore"):
-        return jnp.asarray(np.asarray(value).astype(dtype))
 
 
 @lowers(aten.masked_scatter.default)
@@ -122,7 +118,7 @@ def aten_masked_scatter(self: Array, mask: Array, source: Array) -> Array:
 
 
 def order_of(mask: Array) -> Array:
-    """For each place the number of True places before it: where its value stands in a packed source."""
+    """For each place the number of True places before it: its place in a packed source."""
     before = jnp.cumsum(mask.ravel(), dtype=default_int()) - 1
     return jnp.maximum(before, 0).reshape(mask.shape)
 
@@ -176,7 +172,16 @@ def aten_one_hot(self: Array, num_classes: int = -1) -> Array:
     """one_hot(Tensor self, int num_classes=-1) -> Tensor"""
     if num_classes == -1:
         raise CaptureError(
-            "one_hot was given no num_classes; the result's shape then depends on the largest value, "
-            "which XLA cannot compile. Pass num_classes."
+            "one_hot was given no num_classes; the result's shape then depends on the largest "
+            "value, which XLA cannot compile. Pass num_classes."
         )
     return jax.nn.one_hot(self, num_classes, dtype=default_int())
+
+
+@lowers(aten.nonzero_static.default)
+def aten_nonzero_static(self: Array, *, size: int, fill_value: int = -1) -> Array:
+    """nonzero_static(Tensor self, *, SymInt size, int fill_value=-1) -> Tensor"""
+    if self.ndim == 0:
+        return jnp.zeros((size, 0), default_int())
+    places = jnp.nonzero(self, size=size, fill_value=fill_value)
+    return jnp.stack(places, axis=-1).astype(default_int())

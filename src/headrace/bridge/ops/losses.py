@@ -25,7 +25,7 @@ def _reduce(loss: Array, reduction: int) -> Array:
 def _nll(
     log_probs: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
 ) -> tuple[Array, Array]:
-    """Loss and the total weight that a mean divides by; no supervised element gives nan, as in torch."""
+    """Loss, and the total weight a mean divides by; nothing supervised gives nan, as in torch."""
     axis = 0 if log_probs.ndim == 1 else 1
     kept = target != ignore_index
     classes = jnp.where(kept, target, 0)

@@ -10,7 +10,7 @@ import torch
 from jax import Array, lax
 
 from headrace.bridge.dtypes import to_jax_dtype
-from headrace.bridge.ops.promotion import category
+from headrace.bridge.ops.promotion import category, result_dtype
 from headrace.bridge.ops.registry import aliases, lowers
 
 aten = torch.ops.aten
@@ -27,9 +27,17 @@ aliases(
         aten.inner.default: jnp.inner,
         aten.outer.default: jnp.outer,
         aten.ger.default: jnp.outer,
-        aten.kron.default: jnp.kron,
     }
 )
+
+
+@lowers(aten.kron.default)
+def aten_kron(self: Array, other: Array) -> Array:
+    """kron(Tensor self, Tensor other) -> Tensor"""
+    dtype = result_dtype(self, other)
+    if category(dtype) == 0:
+        return jnp.kron(self.astype(jnp.uint8), other.astype(jnp.uint8)).astype(dtype)
+    return jnp.kron(self.astype(dtype), other.astype(dtype))
 
 
 @lowers(aten.linear.default)
@@ -113,6 +121,12 @@ def aten_einsum(equation: str, tensors: list[Array], *, path: list[int] | None =
 @lowers(aten.tensordot.default)
 def aten_tensordot(self: Array, other: Array, dims_self: list[int], dims_other: list[int]) -> Array:
     """tensordot(Tensor self, Tensor other, int[] dims_self, int[] dims_other) -> Tensor"""
+    # A contracted dim of size 1 is broadcast against the other side's: sum that side first.
+    for mine, theirs in zip(dims_self, dims_other, strict=True):
+        if self.shape[mine] == 1:
+            other = jnp.sum(other, theirs, keepdims=True)
+        elif other.shape[theirs] == 1:
+            self = jnp.sum(self, mine, keepdims=True)
     return jnp.tensordot(self, other, (tuple(dims_self), tuple(dims_other)))
 
 

@@ -7,9 +7,11 @@ where its schema says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import Array, lax
 
@@ -61,7 +63,14 @@ def aten_native_layer_norm(
     eps: float,
 ) -> tuple[Array, Array, Array]:
     """native_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, ...)"""
-    return _layer_norm(input, len(normalized_shape), weight, bias, eps)
+    result, mean, scale = _layer_norm(input, len(normalized_shape), weight, bias, eps)
+    saved = _saved_dtype(input, weight)
+    return result, mean.astype(saved), scale.astype(saved)
+
+
+def _saved_dtype(x: Array, weight: Array | None) -> np.dtype:
+    """Torch's CPU kernels keep statistics in the input's dtype unless the weights are wider."""
+    return x.dtype if weight is None else weight.dtype
 
 
 def _rms_norm(x: Array, dims: int, weight: Array | None, eps: float | None) -> tuple[Array, Array]:
@@ -93,13 +102,15 @@ def aten__fused_rms_norm(
 
 
 def _channels(values: Array, ndim: int) -> Array:
-    return values.reshape((1, -1) + (1,) * (ndim - 2))
+    return values if ndim < 2 else values.reshape((1, -1) + (1,) * (ndim - 2))
 
 
 def _group_norm(
     x: Array, groups: int, weight: Array | None, bias: Array | None, eps: float
 ) -> tuple[Array, Array, Array]:
-    compute = x.astype(opmath_of(x.dtype)).reshape(x.shape[0], groups, -1)
+    compute = x.astype(opmath_of(x.dtype)).reshape(
+        x.shape[0], groups, math.prod(x.shape[1:]) // groups
+    )
     mean, variance = _moments(compute, (2,))
     scale = lax.rsqrt(variance + eps)
     normal = ((compute - mean) * scale).reshape(x.shape)
@@ -162,7 +173,9 @@ def _batch_norm(
     normal = (compute - _channels(mean, x.ndim)) * _channels(scale, x.ndim)
     weight = None if weight is None else _channels(weight, x.ndim)
     bias = None if bias is None else _channels(bias, x.ndim)
-    return _affine(normal, weight, bias).astype(x.dtype), mean, scale, new_mean, new_var
+    saved = _saved_dtype(x, weight)
+    result = _affine(normal, weight, bias).astype(x.dtype)
+    return result, mean.astype(saved), scale.astype(saved), new_mean, new_var
 
 
 def _blended(running: Array | None, batch: Array, momentum: float) -> Array | None:
@@ -253,3 +266,36 @@ def aten__native_batch_norm_legit_functional(
     empty = jnp.zeros((0,), mean.dtype)
     saved = (mean, scale) if training else (empty, empty)
     return result, *saved, new[0], new[1]
+
+
+@lowers(aten._batch_norm_with_update_functional.default)
+def aten__batch_norm_with_update_functional(
+    input: Array,
+    weight: Array | None,
+    bias: Array | None,
+    running_mean: Array,
+    running_var: Array,
+    momentum: float,
+    eps: float,
+) -> tuple[Array, Array, Array, Array, Array | None, Array | None]:
+    """_batch_norm_with_update_functional(Tensor input, ...) -> (..., reserve, ...)"""
+    stats = (running_mean, running_var)
+    result, mean, scale, *new = _batch_norm(input, weight, bias, *stats, True, momentum, eps)
+    return result, mean, scale, jnp.zeros((0,), jnp.uint8), new[0], new[1]
+
+
+@lowers(aten._batch_norm_no_update.default)
+def aten__batch_norm_no_update(
+    input: Array,
+    weight: Array | None,
+    bias: Array | None,
+    running_mean: Array | None,
+    running_var: Array | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Array, Array, Array, Array]:
+    """_batch_norm_no_update(Tensor input, Tensor? weight, Tensor? bias, ...)"""
+    stats = (running_mean, running_var)
+    result = _batch_norm(input, weight, bias, *stats, False, momentum, eps)[0]
+    empty = jnp.zeros((0,), input.dtype)
+    return result, empty, empty, jnp.zeros((0,), jnp.uint8)

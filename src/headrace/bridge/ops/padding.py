@@ -28,12 +28,14 @@ def _constant(x: Array, pad: Sequence[int], value: Scalar) -> Array:
 
 
 def _mirrored(x: Array, pad: Sequence[int], mode: str) -> Array:
-    """jnp.pad knows no negative pads: those crop afterwards."""
+    """jnp.pad knows no negative pads: they crop, before wrapping around, after mirroring."""
     pairs = _pairs(pad, x.ndim)
     grown = [(max(low, 0), max(high, 0)) for low, high in pairs]
-    x = jnp.pad(x, grown, mode=mode)
     crop = [(min(low, 0), min(high, 0), 0) for low, high in pairs]
-    return lax.pad(x, jnp.zeros((), x.dtype), crop) if any(map(any, crop)) else x
+    zero = jnp.zeros((), x.dtype)
+    if mode == "wrap":
+        return jnp.pad(lax.pad(x, zero, crop), grown, mode=mode)
+    return lax.pad(jnp.pad(x, grown, mode=mode), zero, crop)
 
 
 _MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}

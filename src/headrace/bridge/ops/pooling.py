@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -124,7 +125,8 @@ def _max_pool_values(x: Array, windows: _Windows) -> Array:
     lead = (1,) * (x.ndim - len(windows.window))
     return lax.reduce_window(
         _padded(x, windows, _least(x.dtype)),
-        jnp.asarray(_least(x.dtype), x.dtype),
+        # A concrete start value: only then XLA knows the derivative of the reduction.
+        np.asarray(_least(x.dtype), x.dtype),
         lax.max,
         (*lead, *windows.window),
         (*lead, *windows.stride),
@@ -172,7 +174,7 @@ def _avg_pool(
     lead = (1,) * (x.ndim - len(windows.window))
     total = lax.reduce_window(
         _padded(compute, windows, 0),
-        jnp.zeros((), compute.dtype),
+        np.zeros((), compute.dtype),
         lax.add,
         (*lead, *windows.window),
         (*lead, *windows.stride),
@@ -301,3 +303,93 @@ def aten_adaptive_max_pool2d(self: Array, output_size: Sizes) -> tuple[Array, Ar
 def aten_adaptive_max_pool3d(self: Array, output_size: Sizes) -> tuple[Array, Array]:
     """adaptive_max_pool3d(Tensor self, int[3] output_size) -> (Tensor, Tensor)"""
     return _adaptive_max(self, output_size, 3)
+
+
+def _fractional_starts(samples: Array, size: int, output: int, window: int) -> Array:
+    """[..., output]: pseudo-random but increasing starts; the last window ends at the border."""
+    alpha = (size - window) / (output - 1) if output > 1 else 0.0
+    steps = jnp.arange(output - 1, dtype=samples.dtype)
+    shifted = (steps + samples[..., None]) * alpha
+    starts = shifted.astype(jnp.int32) - (samples[..., None] * alpha).astype(jnp.int32)
+    last = jnp.full((*samples.shape, 1), size - window, jnp.int32)
+    return jnp.concatenate([starts, last], axis=-1)
+
+
+def _fractional_max(
+    x: Array, kernel: Sizes, output_size: Sizes, samples: Array, dims: int
+) -> tuple[Array, Array]:
+    windows, outputs = spread(kernel, dims), spread(output_size, dims)
+    batched = x.ndim == dims + 2
+    lines = x if batched else x[None]
+    lead, sizes = lines.shape[:2], lines.shape[2:]
+    flat = jnp.zeros((*lead, *(1,) * (2 * dims)), jnp.int32)
+    for axis in range(dims):
+        # The samples come as (..., W, H, D): last spatial dim first.
+        drawn = samples[..., dims - 1 - axis]
+        starts = _fractional_starts(drawn, sizes[axis], outputs[axis], windows[axis])
+        places = starts[..., None] + jnp.arange(windows[axis])
+        shape = [*lead, *(1,) * (2 * dims)]
+        shape[2 + axis], shape[2 + dims + axis] = outputs[axis], windows[axis]
+        flat = flat * sizes[axis] + places.reshape(shape)
+    flat = flat.reshape(*lead, math.prod(outputs), math.prod(windows))
+    elements = jnp.take_along_axis(
+        lines.reshape(*lead, -1), flat.reshape(*lead, -1), axis=-1
+    ).reshape(flat.shape)
+    best = jnp.argmax(lax.stop_gradient(elements), -1, keepdims=True)
+    shape = (*lead, *outputs) if batched else (lead[1], *outputs)
+    values = jnp.take_along_axis(elements, best, -1).reshape(shape)
+    return values, jnp.take_along_axis(flat, best, -1).reshape(shape).astype(default_int())
+
+
+@lowers(aten.fractional_max_pool2d.default)
+def aten_fractional_max_pool2d(
+    self: Array, kernel_size: Sizes, output_size: Sizes, random_samples: Array
+) -> tuple[Array, Array]:
+    """fractional_max_pool2d(Tensor self, int[2] kernel_size, int[2] output_size, ...)"""
+    return _fractional_max(self, kernel_size, output_size, random_samples, 2)
+
+
+@lowers(aten.fractional_max_pool3d.default)
+def aten_fractional_max_pool3d(
+    self: Array, kernel_size: Sizes, output_size: Sizes, random_samples: Array
+) -> tuple[Array, Array]:
+    """fractional_max_pool3d(Tensor self, int[3] kernel_size, int[3] output_size, ...)"""
+    return _fractional_max(self, kernel_size, output_size, random_samples, 3)
+
+
+@jax.custom_jvp
+def _unpooled(x: Array, places: Array, empty: Array) -> Array:
+    rows = jnp.arange(x.shape[0])[:, None]
+    return empty.at[rows, places].set(x)
+
+
+@_unpooled.defjvp
+def _unpooled_jvp(
+    primals: tuple[Array, Array, Array], tangents: tuple[Array, Array, Array]
+) -> tuple[Array, Array]:
+    # As torch: every element reads the derivative of its place, also where several share one.
+    x, places, empty = primals
+    rows = jnp.arange(x.shape[0])[:, None]
+    return _unpooled(*primals), empty.at[rows, places].add(tangents[0])
+
+
+def _max_unpool(x: Array, indices: Array, output_size: Sizes, dims: int) -> Array:
+    lead, outputs = x.shape[:-dims], spread(output_size, dims)
+    rows = math.prod(lead)
+    empty = jnp.zeros((rows, math.prod(outputs)), x.dtype)
+    flat = _unpooled(x.reshape(rows, -1), indices.reshape(rows, -1), empty)
+    return flat.reshape(*lead, *outputs)
+
+
+@lowers(aten.max_unpool2d.default)
+def aten_max_unpool2d(self: Array, indices: Array, output_size: Sizes) -> Array:
+    """max_unpool2d(Tensor self, Tensor indices, SymInt[2] output_size) -> Tensor"""
+    return _max_unpool(self, indices, output_size, 2)
+
+
+@lowers(aten.max_unpool3d.default)
+def aten_max_unpool3d(
+    self: Array, indices: Array, output_size: Sizes, stride: Sizes, padding: Sizes
+) -> Array:
+    """max_unpool3d(Tensor self, Tensor indices, SymInt[3] output_size, int[3] stride, ...)"""
+    return _max_unpool(self, indices, output_size, 3)

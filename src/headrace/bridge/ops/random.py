@@ -242,3 +242,35 @@ def aten_multinomial(
     # The largest of log p + Gumbel noise are a sample without replacement.
     noisy = logits + jax.random.gumbel(key, self.shape, logits.dtype)
     return jax.lax.top_k(noisy, num_samples)[1].astype(default_int())
+
+
+@lowers(aten.cauchy.default, draws=True)
+def aten_cauchy(self: Array, median: float = 0.0, sigma: float = 1.0, *, key: Array) -> Array:
+    """cauchy(Tensor self, float median=0.0, float sigma=1.0, *, Generator? generator=None)"""
+    drawn = jax.random.cauchy(key, self.shape, opmath_of(self.dtype))
+    return (median + sigma * drawn).astype(self.dtype)
+
+
+@lowers(aten.log_normal.default, draws=True)
+def aten_log_normal(self: Array, mean: float = 1.0, std: float = 2.0, *, key: Array) -> Array:
+    """log_normal(Tensor self, float mean=1.0, float std=2.0, *, Generator? generator=None)"""
+    drawn = jax.random.normal(key, self.shape, opmath_of(self.dtype))
+    return jnp.exp(mean + std * drawn).astype(self.dtype)
+
+
+@lowers(aten.geometric.default, draws=True)
+def aten_geometric(self: Array, p: float, *, key: Array) -> Array:
+    """geometric(Tensor self, float p, *, Generator? generator=None) -> Tensor"""
+    return jax.random.geometric(key, p, self.shape).astype(self.dtype)
+
+
+@lowers(aten.poisson.default, draws=True)
+def aten_poisson(self: Array, *, key: Array) -> Array:
+    """poisson(Tensor self, Generator? generator=None) -> Tensor"""
+    return jax.random.poisson(key, self, self.shape).astype(self.dtype)
+
+
+@lowers(aten._standard_gamma.default, draws=True)
+def aten__standard_gamma(self: Array, *, key: Array) -> Array:
+    """_standard_gamma(Tensor self, Generator? generator=None) -> Tensor"""
+    return jax.random.gamma(key, self.astype(opmath_of(self.dtype))).astype(self.dtype)

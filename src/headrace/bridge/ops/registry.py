@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch._ops import OpOverload
 
+from headrace.bridge.dtypes import scalar_to_jax
 from headrace.bridge.ops.promotion import Promotion, category, opmath_of, promoted_dtype
 
 DEFAULT = Promotion.DEFAULT
@@ -111,7 +112,7 @@ def aliases(
     promotion: Promotion | None = None,
     opmath: bool = False,
 ) -> None:
-    """Register one-liners: JAX functions whose positional operands are exactly the schema's arguments."""
+    """Register one-liners: JAX functions that take exactly the schema's arguments, in order."""
     for op, jax_function in table.items():
         names = [_python_name(a.name) for a in op._schema.arguments if a.name not in PLACEMENT]
 
@@ -204,7 +205,7 @@ def _adapted(
     opmath: bool,
     declared: frozenset[str] | None = None,
 ) -> Callable[..., Any]:
-    """`function` behind the ATen calling convention, with placement dropped and operands promoted."""
+    """`function` behind ATen's calling convention: placement dropped, operands promoted."""
     names = tuple(_python_name(argument.name) for argument in op._schema.arguments)
     taken = declared if declared is not None else frozenset(inspect.signature(function).parameters)
     operands = over if over is not None else _operands(op)
@@ -219,10 +220,16 @@ def _adapted(
         dtype = promoted_dtype(promotion, *(bound[name] for name in present))
         compute = opmath_of(dtype) if opmath else dtype
         for name in present:
-            bound[name] = jnp.asarray(bound[name], compute)
+            bound[name] = _operand(bound[name], compute)
         return _cast_result(function(**bound), promotion, dtype)
 
     return call
+
+
+def _operand(value: Any, dtype: np.dtype) -> jax.Array:
+    if isinstance(value, (bool, int, float, complex)):
+        return scalar_to_jax(value, dtype)
+    return jnp.asarray(value, dtype)
 
 
 def _cast_result(result: Any, promotion: Promotion, dtype: np.dtype) -> Any:

@@ -8,6 +8,7 @@ bounds are exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax import Array
 from headrace.bridge.ops.dims import one_dim
 from headrace.bridge.ops.indexing import as_index, order_of
 from headrace.bridge.ops.registry import lowers
+from headrace.bridge.ops.shape import strided_places
 
 aten = torch.ops.aten
 Scalar = bool | int | float | complex
@@ -39,6 +41,37 @@ def _matching(src: Array | Scalar, index: Array, dtype: np.dtype) -> Array:
     return src[tuple(slice(0, size) for size in index.shape)].astype(dtype)
 
 
+def _written(self: Array, places: Any, values: Array, write: str) -> Array:
+    """`self.at[places].<write>(values)`; sums of bools are "or", products "and"."""
+    if self.dtype == np.bool_:
+        write = {"add": "max", "multiply": "min"}.get(write, write)
+    if write == "multiply" and jnp.issubdtype(self.dtype, jnp.inexact):
+        return _multiplied(self, values, places)
+    return getattr(self.at[places], write)(values)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _multiplied(self: Array, values: Array, places: Any) -> Array:
+    """Scatter-multiply with a derivative that holds where indices repeat and factors are 0."""
+    return self.at[places].multiply(values)
+
+
+@_multiplied.defjvp
+def _multiplied_jvp(
+    places: Any, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    (self, values), (d_self, d_values) = primals, tangents
+    zero, zeros = self == 0, values == 0
+    count = zero.astype(jnp.int32).at[places].add(zeros.astype(jnp.int32))
+    rest = jnp.where(zero, 1, self).at[places].multiply(jnp.where(zeros, 1, values))
+    relative = d_self / jnp.where(zero, 1, self)
+    relative_values = d_values / jnp.where(zeros, 1, values)
+    smooth = jnp.where(zero, 0, relative).at[places].add(jnp.where(zeros, 0, relative_values))
+    at_zero = jnp.where(zero, relative, 0).at[places].add(jnp.where(zeros, relative_values, 0))
+    slope = jnp.where(count == 0, smooth, jnp.where(count == 1, at_zero, 0))
+    return self.at[places].multiply(values), rest * slope
+
+
 def _scattered(self: Array, dim: int, index: Array, src: Array | Scalar, write: str) -> Array:
     if self.ndim == 0 or index.ndim == 0:
         flat, places = self.reshape(-1), index.reshape(-1)
@@ -46,8 +79,7 @@ def _scattered(self: Array, dim: int, index: Array, src: Array | Scalar, write: 
         return _scattered(flat, 0, places, source, write).reshape(self.shape)
     if index.size == 0:
         return self
-    at = self.at[_places(self, dim, index)]
-    return getattr(at, write)(_matching(src, index, self.dtype))
+    return _written(self, _places(self, dim, index), _matching(src, index, self.dtype), write)
 
 
 @lowers(aten.scatter.src)
@@ -96,7 +128,7 @@ def _limit(dtype: np.dtype, largest: bool) -> Any:
 def _reduced(
     self: Array, dim: int, index: Array, src: Array, reduce: str, include_self: bool
 ) -> Array:
-    """`scatter_reduce`: without `include_self` the written places start from the neutral element."""
+    """`scatter_reduce`; without `include_self` written places start from the neutral element."""
     base, touched = self, None
     if not include_self:
         touched = _scattered(jnp.zeros(self.shape, jnp.bool_), dim, index, True, "set")
@@ -162,7 +194,7 @@ def aten_index_add(
     added = added if alpha == 1 else added * jnp.asarray(alpha, self.dtype)
     if self.ndim == 0:
         return self + added.reshape(-1).sum().astype(self.dtype)
-    return self.at[_along(self, dim, index.reshape(-1))].add(_like_rows(added, self))
+    return _written(self, _along(self, dim, index.reshape(-1)), _like_rows(added, self), "add")
 
 
 def _like_rows(source: Array, self: Array) -> Array:
@@ -207,12 +239,12 @@ def aten_index_put(
     first = indices[0]
     if len(indices) == 1 and first is not None and first.dtype == np.bool_:
         return _masked_put(self, first, values, accumulate)
-    at = self.at[as_index(indices)]
-    return at.add(values.astype(self.dtype)) if accumulate else at.set(values.astype(self.dtype))
+    write = "add" if accumulate else "set"
+    return _written(self, as_index(indices), values.astype(self.dtype), write)
 
 
 def _masked_put(self: Array, mask: Array, values: Array, accumulate: bool) -> Array:
-    """`self[mask] = values` has a static shape: values are broadcast, or taken in the mask's order."""
+    """`self[mask] = values` has a static shape: values are broadcast, or taken in order."""
     rest = self.shape[mask.ndim :]
     where = mask.reshape(mask.shape + (1,) * len(rest))
     values = values.astype(self.dtype)
@@ -226,9 +258,9 @@ def _masked_put(self: Array, mask: Array, values: Array, accumulate: bool) -> Ar
 @lowers(aten.put.default)
 def aten_put(self: Array, index: Array, source: Array, accumulate: bool = False) -> Array:
     """put(Tensor self, Tensor index, Tensor source, bool accumulate=False) -> Tensor"""
-    at = self.reshape(-1).at[index.reshape(-1)]
     values = source.reshape(-1).astype(self.dtype)
-    return (at.add(values) if accumulate else at.set(values)).reshape(self.shape)
+    write = "add" if accumulate else "set"
+    return _written(self.reshape(-1), index.reshape(-1), values, write).reshape(self.shape)
 
 
 @lowers(aten.slice_scatter.default)
@@ -260,3 +292,16 @@ def aten_diagonal_scatter(
     rows = np.arange(src.shape[-1]) + max(-offset, 0)
     written = last.at[..., rows, rows + offset].set(src.astype(self.dtype))
     return jnp.moveaxis(written, (-2, -1), (dim1, dim2))
+
+
+@lowers(aten.as_strided_scatter.default)
+def aten_as_strided_scatter(
+    self: Array,
+    src: Array,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> Array:
+    """as_strided_scatter(Tensor self, Tensor src, SymInt[] size, SymInt[] stride, ...) -> Tensor"""
+    places = strided_places(size, stride, storage_offset)
+    return self.reshape(-1).at[places].set(src.astype(self.dtype)).reshape(self.shape)

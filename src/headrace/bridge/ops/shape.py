@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from jax import Array, lax
 from headrace.bridge.ops.dims import one_dim
 from headrace.bridge.ops.promotion import result_dtype
 from headrace.bridge.ops.registry import aliases, lowers
+from headrace.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -245,17 +247,27 @@ def aten_repeat_interleave(
     return jnp.repeat(self, repeats, axis=dim)
 
 
+def _needs_output_size(repeats: Array, output_size: int | None) -> None:
+    if output_size is None and isinstance(repeats, jax.core.Tracer):
+        raise CaptureError(
+            "repeat_interleave was given a tensor of repeats and no output_size; the result's "
+            "shape depends on their values, which XLA cannot compile. Pass output_size."
+        )
+
+
 @lowers(aten.repeat_interleave.self_Tensor)
 def aten_repeat_interleave_tensor(
     self: Array, repeats: Array, dim: int | None = None, *, output_size: int | None = None
 ) -> Array:
     """repeat_interleave.self_Tensor(Tensor self, Tensor repeats, int? dim=None, *, ...)"""
+    _needs_output_size(repeats, output_size)
     return jnp.repeat(self, repeats, axis=dim, total_repeat_length=output_size)
 
 
 @lowers(aten.repeat_interleave.Tensor)
 def aten_repeat_interleave_counts(repeats: Array, *, output_size: int | None = None) -> Array:
     """repeat_interleave.Tensor(Tensor repeats, *, SymInt? output_size=None) -> Tensor"""
+    _needs_output_size(repeats, output_size)
     places = jnp.arange(repeats.shape[0], dtype=repeats.dtype)
     return jnp.repeat(places, repeats, total_repeat_length=output_size)
 
@@ -297,10 +309,17 @@ def aten_as_strided(
     storage_offset: int | None = None,
 ) -> Array:
     """as_strided(Tensor self, SymInt[] size, SymInt[] stride, ...)"""
+    return jnp.take(self.ravel(), strided_places(size, stride, storage_offset))
+
+
+def strided_places(
+    size: Sequence[int], stride: Sequence[int], storage_offset: int | None
+) -> np.ndarray:
+    """The flat index of each element of a strided view."""
     places = np.asarray(storage_offset or 0)
     for length, step in zip(size, stride, strict=True):
         places = places[..., None] + np.arange(length) * step
-    return jnp.take(self.ravel(), places)
+    return places
 
 
 def _meshgrid(tensors: Sequence[Array], indexing: str) -> list[Array]:
@@ -311,3 +330,12 @@ def _meshgrid(tensors: Sequence[Array], indexing: str) -> list[Array]:
 def aten_meshgrid(tensors: Sequence[Array], *, indexing: str) -> list[Array]:
     """meshgrid.indexing(Tensor[] tensors, *, str indexing) -> Tensor[]"""
     return _meshgrid(tensors, indexing)
+
+
+@lowers(aten.resize.default)
+def aten_resize(self: Array, size: Sequence[int]) -> Array:
+    """resize(Tensor self, SymInt[] size, *, MemoryFormat? memory_format=None) -> Tensor"""
+    wanted = math.prod(size)
+    flat = jnp.ravel(self)[:wanted]
+    # New elements are undefined in torch, 0 here.
+    return jnp.pad(flat, (0, wanted - flat.size)).reshape(tuple(size))

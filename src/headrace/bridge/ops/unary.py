@@ -14,7 +14,7 @@ import jax.scipy.special as special
 import torch
 from jax import Array, lax
 
-from headrace.bridge.ops.promotion import category
+from headrace.bridge.ops.promotion import category, int_to_float
 from headrace.bridge.ops.registry import (
     ALWAYS_BOOL,
     BOOL_TO_LONG,
@@ -33,24 +33,11 @@ def _on_floats(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return lambda x: function(x) if category(x.dtype) >= 2 else x
 
 
-def _parts(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """Apply to real and imaginary part."""
-
-    def apply(x: Array) -> Array:
-        if category(x.dtype) == 3:
-            return lax.complex(function(jnp.real(x)), function(jnp.imag(x)))
-        return function(x)
-
-    return apply
-
-
 def _sign(x: Array) -> Array:
     # torch: sign(nan) == 0; jnp keeps the nan.
-    return lax.stop_gradient((x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)) + 0 * _zero(x)
-
-
-def _zero(x: Array) -> Array:
-    return jnp.zeros_like(x)
+    if category(x.dtype) == 0:
+        return x
+    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
 
 
 def _sgn(x: Array) -> Array:
@@ -58,10 +45,6 @@ def _sgn(x: Array) -> Array:
         return _sign(x)
     size = jnp.abs(jnp.where(x == 0, 1, x))
     return jnp.where(x == 0, jnp.zeros_like(x), x / size)
-
-
-def _sinc(x: Array) -> Array:
-    return jnp.sinc(x)
 
 
 def _abs(x: Array) -> Array:
@@ -125,18 +108,11 @@ aliases(
         aten.special_ndtr.default: special.ndtr,
         aten.special_log_ndtr.default: special.log_ndtr,
         aten.special_ndtri.default: special.ndtri,
-        aten.lgamma.default: special.gammaln,
-        aten.special_gammaln.default: special.gammaln,
-        aten.digamma.default: special.digamma,
-        aten.special_digamma.default: special.digamma,
-        aten.special_psi.default: special.digamma,
-        aten.i0.default: special.i0,
-        aten.special_i0.default: special.i0,
         aten.special_i0e.default: special.i0e,
         aten.special_i1.default: special.i1,
         aten.special_i1e.default: special.i1e,
-        aten.sinc.default: _sinc,
-        aten.special_sinc.default: _sinc,
+        aten.sinc.default: jnp.sinc,
+        aten.special_sinc.default: jnp.sinc,
         aten.deg2rad.default: jnp.deg2rad,
         aten.rad2deg.default: jnp.rad2deg,
     },
@@ -168,7 +144,7 @@ aliases(
 )
 aliases({aten.square.default: _square}, promotion=BOOL_TO_LONG)
 aliases(
-    {aten.abs.default: _abs, aten.absolute.default: _abs, aten.angle.default: jnp.angle},
+    {aten.abs.default: _abs, aten.absolute.default: _abs},
     promotion=COMPLEX_TO_FLOAT,
 )
 aliases(
@@ -210,38 +186,6 @@ def aten_nan_to_num(
 
 
 @lowers(
-    aten.polygamma.default, aten.special_polygamma.default, promotion=INT_TO_FLOAT, over=("self",)
-)
-def aten_polygamma(n: int, self: Array) -> Array:
-    """polygamma(int n, Tensor self) -> Tensor"""
-    return special.digamma(self) if n == 0 else special.polygamma(n, self)
-
-
-@lowers(aten.mvlgamma.default, aten.special_multigammaln.default, promotion=INT_TO_FLOAT)
-def aten_mvlgamma(self: Array, p: int) -> Array:
-    """mvlgamma(Tensor self, int p) -> Tensor"""
-    return special.multigammaln(self, p)
-
-
-@lowers(aten.special_entr.default, promotion=INT_TO_FLOAT)
-def aten_special_entr(self: Array) -> Array:
-    """special_entr(Tensor self) -> Tensor"""
-    return special.entr(self)
-
-
-@lowers(aten.special_erfcx.default, promotion=INT_TO_FLOAT)
-def aten_special_erfcx(self: Array) -> Array:
-    """special_erfcx(Tensor self) -> Tensor"""
-    # exp(x^2) erfc(x); beyond x = 5 the product overflows and the asymptotic series is exact to float32.
-    small = jnp.clip(self, -30, 5)
-    near = jnp.exp(small * small) * special.erfc(small)
-    far = 1 / (jnp.where(self > 5, self, 5) * jnp.sqrt(jnp.pi))
-    square = jnp.where(self > 5, self, 5) ** 2
-    series = 1 - 1 / (2 * square) + 3 / (4 * square**2) - 15 / (8 * square**3)
-    return jnp.where(self > 5, far * series, near)
-
-
-@lowers(
     aten.logit.default,
     aten.special_logit.default,
     promotion=INT_TO_FLOAT,
@@ -253,3 +197,13 @@ def aten_logit(self: Array, eps: float | None = None) -> Array:
     if eps is not None:
         self = jnp.where(self < eps, eps, jnp.where(self > 1 - eps, 1 - eps, self))
     return jnp.log(self / (1 - self))
+
+
+@lowers(aten.angle.default)
+def aten_angle(self: Array) -> Array:
+    """angle(Tensor self) -> Tensor"""
+    if category(self.dtype) == 3:
+        return jnp.angle(self)
+    real = self.astype(int_to_float(self.dtype))
+    sides = jnp.where(real < 0, jnp.asarray(jnp.pi, real.dtype), 0)
+    return jnp.where(jnp.isnan(real), real, lax.stop_gradient(sides))

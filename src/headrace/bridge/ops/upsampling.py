@@ -9,6 +9,7 @@ Shapes: O = outputs along a dim, k = taps of an output.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
@@ -262,7 +263,7 @@ def aten_pixel_shuffle(self: Array, upscale_factor: int) -> Array:
     """pixel_shuffle(Tensor self, int upscale_factor) -> Tensor"""
     *lead, channels, height, width = self.shape
     r = upscale_factor
-    split = self.reshape(-1, channels // (r * r), r, r, height, width)
+    split = self.reshape(math.prod(lead), channels // (r * r), r, r, height, width)
     moved = split.transpose(0, 1, 4, 2, 5, 3)
     return moved.reshape(*lead, channels // (r * r), height * r, width * r)
 
@@ -272,6 +273,6 @@ def aten_pixel_unshuffle(self: Array, downscale_factor: int) -> Array:
     """pixel_unshuffle(Tensor self, int downscale_factor) -> Tensor"""
     *lead, channels, height, width = self.shape
     r = downscale_factor
-    split = self.reshape(-1, channels, height // r, r, width // r, r)
+    split = self.reshape(math.prod(lead), channels, height // r, r, width // r, r)
     moved = split.transpose(0, 1, 3, 5, 2, 4)
     return moved.reshape(*lead, channels * r * r, height // r, width // r)
