@@ -90,7 +90,10 @@ def test_max_length_is_chosen_from_the_data_within_the_models_positions(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     assert load(PAIRS, tokenizer, packing=False).train.report.max_length == 128
-    assert load(PAIRS, tokenizer).train.rows.bucket_lengths == (1024,)
+    assert load(PAIRS, tokenizer).train.rows.bucket_lengths == (128,)
+    many = [{"text": "x" * 99}] * 2000  # 200,000 tokens: longer rows still leave enough steps
+    assert load(many, tokenizer).train.rows.bucket_lengths == (1024,)
+    assert load(many[:500], tokenizer).train.rows.bucket_lengths == (512,)
     config = SFTConfig(packing=False)
     data = load_data(config, tokenizer, train_dataset=PAIRS, model_max_length=64)
     assert data.train.report.max_length == 64
@@ -131,6 +134,12 @@ def test_the_report_reads_well_within_100_columns(chat_tokenizer: PreTrainedToke
     assert "1 read, 1 kept (0 cut, 0 dropped)" in text
     assert ">>Paris Paris" in text
     assert "<|im_end|><<" in text
+
+
+def test_columns_that_nothing_reads_are_said(tokenizer: PreTrainedTokenizerFast) -> None:
+    data = load([{"text": "hello", "label": 1, "id": 7}], tokenizer)
+    assert "columns not used: label, id" in data.train.report.notes
+    assert not any("not used" in note for note in load(PAIRS, tokenizer).train.report.notes)
 
 
 def test_evaluation_splits(

@@ -25,7 +25,8 @@ from headrace.data.report import DataReport, length_percentiles
 from headrace.data.table import Table
 
 LONGEST_CHOSEN = 2048  # max_length is never chosen above this; longer needs to be asked for
-SHORTEST_PACKED = 1024  # chosen row length of packed data: shorter rows pack badly
+LONG_PACKED = 1024  # chosen row length of packed data, when there is enough of it
+STEPS_PACKED = 16  # steps an epoch that a longer packed row must leave
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +63,12 @@ def causal_dataset(
         use_template=config.apply_chat_template,
     )
     lengths = np.asarray([len(row.input_ids) for row in tokens])
-    size = max_length or choose_max_length(config, int(lengths.max()), limit, packing=packing)
+    size = max_length or choose_max_length(config, lengths, limit, packing=packing)
     examples, outcome = apply_policy(tokens, _policy(config, size), table=table)
     rows, shape = _shape(examples, config, pad_token_id(tokenizer), size, packing=packing)
     report = _report(
         table, form, lengths, examples, outcome, config, name=name, max_length=size,
-        notes=[*notes, shape], example=decoded_example(examples, tokenizer),
+        notes=[*notes, *_unused(table, form), shape], example=decoded_example(examples, tokenizer),
     )  # fmt: skip
     return Dataset(rows=rows, report=report)
 
@@ -108,8 +109,7 @@ def labelled_dataset(
         column=column,
     )
     uncut = tokenize_labelled(texts, tokenizer)
-    longest = int(uncut.lengths.max())
-    size = max_length or choose_max_length(config, longest, limit, packing=False)
+    size = max_length or choose_max_length(config, uncut.lengths, limit, packing=False)
     examples, outcome = cut_labelled(
         uncut, texts, labels, _policy(config, size), tokenizer, table=table, form=form
     )
@@ -118,25 +118,41 @@ def labelled_dataset(
     text = str(tokenizer.decode(examples.input_ids[examples.span(0)].tolist()))
     report = _report(
         table, form, uncut.lengths, examples, outcome, config, name=name, max_length=size,
-        notes=[kinds, shape], example=((text, False),),
+        notes=[kinds, *_unused(table, form), shape], example=((text, False),),
     )  # fmt: skip
     return Dataset(rows=rows, report=report), labels
 
 
-def choose_max_length(config: TrainConfig, longest: int, limit: int, *, packing: bool) -> int:
-    """The given length, or the shortest that loses nothing, within what is chosen unasked."""
+def choose_max_length(
+    config: TrainConfig, lengths: np.ndarray, limit: int, *, packing: bool
+) -> int:
+    """The given length, or the shortest that loses nothing, within what is chosen unasked.
+
+    Packed rows are longer where the data suffices: long rows pack better, but few rows would leave
+    few steps.
+    """
     if config.max_length is not None:
         return config.max_length
     if config.length_buckets is not None:
         return config.length_buckets[-1]
-    wanted = round_up(longest, config.pad_to_multiple_of)
-    return min(limit, max(wanted, SHORTEST_PACKED) if packing else wanted)
+    size = round_up(int(lengths.max()), config.pad_to_multiple_of)
+    if packing:
+        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        enough = round_up(int(lengths.sum()) // (STEPS_PACKED * rows), config.pad_to_multiple_of)
+        size = max(size, min(enough, LONG_PACKED))
+    return min(limit, size)
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Any id serves: padding is told by position. eos, or 0, where there is no pad token."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(i for i in candidates if isinstance(i, int))
+
+
+def _unused(table: Table, form: Format) -> list[str]:
+    """Columns that nothing reads: a label among them may mean the wrong task."""
+    names = [n for n in table.names if n not in (*form.columns, "chat_template_kwargs")]
+    return [f"columns not used: {', '.join(names)}"] if names else []
 
 
 def _policy(config: TrainConfig, max_length: int) -> LengthPolicy:

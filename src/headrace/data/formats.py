@@ -77,7 +77,7 @@ def detect_causal(table: Table, *, text_column: str | None = None) -> Format:
         return _tokens_format()
     for name in ("messages", "conversations", "conversation"):
         if name in names:
-            return _chat_format(name, _first_turn(table, name), "tools" in names)
+            return _chat_format(name, _first_turn(table, name), names)
     if "instruction" in names and (answer := _first(names, ("output", "response", "completion"))):
         return _alpaca_format(answer, names)
     for prompt, completion in _PAIRS:
@@ -201,9 +201,12 @@ def _pair_format(prompt: str, completion: str, table: Table) -> Format:
         answer = _text(row, completion)
         return PromptCompletion(prompt=user + joiner, completion=answer, user=user)
 
-    good = {prompt: "What is the capital of France?", completion: " Paris"}
+    tools = ("tools",) if "tools" in table.names else ()
     return Format(
-        kind="prompt-completion", columns=(prompt, completion), normalise=normalise, good_row=good
+        kind="prompt-completion",
+        columns=(prompt, completion, *tools),
+        normalise=normalise,
+        good_row={prompt: "What is the capital of France?", completion: " Paris"},
     )
 
 
@@ -245,7 +248,7 @@ def _history(row: Row) -> tuple[tuple[str, str], ...]:
     return tuple((question, answer) for question, answer in turns)
 
 
-def _chat_format(column: str, turn: Any, has_tools: bool) -> Format:
+def _chat_format(column: str, turn: Any, present: set[str]) -> Format:
     sharegpt = isinstance(turn, Mapping) and "from" in turn
     keys = ("from", "value") if sharegpt else ("role", "content")
     names = ("human", "gpt") if sharegpt else ("user", "assistant")
@@ -263,7 +266,8 @@ def _chat_format(column: str, turn: Any, has_tools: bool) -> Format:
         kwargs = row.get("chat_template_kwargs") or {}
         return Chat(messages=turns, train=train, tools=read_tools(row), template_kwargs=kwargs)
 
-    columns = (column, "tools") if has_tools else (column,)
+    read = ("tools", "system") if sharegpt else ("tools",)
+    columns = (column, *(name for name in read if name in present))
     kind: Kind = "sharegpt" if sharegpt else "messages"
     return Format(kind=kind, columns=columns, normalise=normalise, good_row=good)
 
