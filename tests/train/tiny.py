@@ -16,7 +16,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-WORDS = "the a cat dog bird sees likes finds red small old house tree now then and".split()
+WORDS = [
+    "the", "a", "cat", "dog", "bird", "sees", "likes", "finds", "red", "small", "old", "house",
+    "tree", "now", "then", "and",
+]  # fmt: skip
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
 VOCABULARY = len(SPECIAL) + len(WORDS)
 

@@ -36,6 +36,7 @@ class JaxTwin:
 
     def __init__(self, dropout: float = 0.0) -> None:
         self.dropout = dropout
+        self.program = SimpleNamespace(dynamic=True)
 
     def apply(
         self, params: Any, buffers: Any, *, input_ids: Any, rng: Any = None, train: bool = False,

@@ -62,6 +62,7 @@ class TrainLoop:
         self._bad: list[StepRecord] = []
         self._silent: set[str] | None = set(arrays.trainable)
         self._loss_total, self._loss_steps = 0.0, 0
+        self.step_seconds = 0.0
 
     @property
     def training_loss(self) -> float:
@@ -103,6 +104,7 @@ class TrainLoop:
                     if self.control.should_training_stop:
                         break
             self._take(self._late.flush())
+        self.step_seconds = self._clock.working
         self._fire("on_train_end")
 
     def _one_step(self, step: Step) -> None:
@@ -250,7 +252,7 @@ class TrainLoop:
         return metrics[name]
 
     def _do_save(self, *, final: bool) -> None:
-        """Save. In the middle of a run a failure is said and the run goes on; at the end it raises."""
+        """Save. In mid-run a failure is said and the run goes on; at the end it raises."""
         step = self.state.global_step
         if self._saved_step == step:
             return

@@ -8,6 +8,7 @@ Knows: peft. Does not know: the step, JAX programs, checkpoints.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections import Counter
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
 
 from headrace.errors import AdapterError
@@ -50,9 +51,12 @@ class AdapterReport:
         )
 
 
-def apply_lora(model: nn.Module, config: PeftConfig) -> tuple[PeftModel, AdapterReport]:
+def apply_lora(
+    model: nn.Module, config: PeftConfig, *, task_type: TaskType | None = None
+) -> tuple[PeftModel, AdapterReport]:
     """Put LoRA layers into `model` (in place), after every name in `config` was found in it.
 
+    task_type: used when the config has none; PEFT needs it to train and save a classifier's head.
     Raises AdapterError for another PEFT type, names that match nothing (all of them, with the
     nearest), and initialisations that change base weights.
     """
@@ -70,6 +74,9 @@ def apply_lora(model: nn.Module, config: PeftConfig) -> tuple[PeftModel, Adapter
     if problems:
         lines = "\n".join(f"  {line}" for line in problems)
         raise AdapterError(f"peft_config does not fit {type(model).__name__}:\n{lines}")
+    if config.task_type is None and task_type is not None:
+        config = copy.copy(config)
+        config.task_type = task_type
     total = sum(p.numel() for p in model.parameters())
     names = Counter(name.rsplit(".", 1)[-1] for name, _ in model.named_modules())
     try:

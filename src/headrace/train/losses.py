@@ -34,6 +34,9 @@ class JaxModule(Protocol):
         self, params: Mapping[str, Array], buffers: Mapping[str, Array], *args: Any, **kwargs: Any
     ) -> tuple[Any, Mapping[str, Array]]: ...
 
+    @property
+    def program(self) -> Any: ...
+
     def without_head(self) -> tuple[Any, Any]: ...
 
 
@@ -113,6 +116,8 @@ def causal_loss(
     if not fused:
         return CausalLoss(module=module, head=None, remat=remat, model_inputs=model_inputs)
     try:
+        if not module.program.dynamic:
+            raise CaptureError("the capture has static shapes and is made anew for each of them")
         backbone, head = module.without_head()
     except CaptureError as reason:
         note = f"loss computes all logits [B, S, V]: the LM head could not be split off ({reason})"

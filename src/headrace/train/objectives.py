@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from peft import TaskType
 from torch import nn
 
 from headrace.config import TrainConfig
@@ -26,8 +27,11 @@ class Objective(Protocol):
     """One kind of training."""
 
     inputs: tuple[str, ...]
+    task_type: TaskType
 
-    def load_model(self, config: TrainConfig, labels: Labels | None) -> nn.Module: ...
+    def load_model(
+        self, config: TrainConfig, labels: Labels | None
+    ) -> tuple[nn.Module, list[str]]: ...
 
     def check_model(self, model: nn.Module, labels: Labels | None) -> None: ...
 
@@ -57,14 +61,24 @@ class CausalObjective:
     """Next-token training of a causal language model."""
 
     inputs = ("input_ids", "position_ids")
+    task_type = TaskType.CAUSAL_LM
 
-    def load_model(self, config: TrainConfig, labels: Labels | None) -> nn.Module:
+    def load_model(self, config: TrainConfig, labels: Labels | None) -> tuple[nn.Module, list[str]]:
+        """The model; weights its checkpoint lacks are an error, they would start as noise."""
         from transformers import AutoModelForCausalLM
 
         del labels
-        return AutoModelForCausalLM.from_pretrained(
-            config.model_name_or_path, **_load_options(config)
+        name = config.model_name_or_path
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, output_loading_info=True, **_load_options(config)
         )
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise ConfigError(
+                f"{name} lacks {len(missing)} weights of {type(model).__name__} "
+                f"({', '.join(missing[:3])}, ...). Give the folder of a causal language model."
+            )
+        return model, []
 
     def check_model(self, model: nn.Module, labels: Labels | None) -> None:
         del model, labels
@@ -87,19 +101,29 @@ class ClassificationObjective:
     """One label, or one number, for a whole text."""
 
     inputs = ("input_ids", "attention_mask", "token_type_ids")
+    task_type = TaskType.SEQ_CLS
 
-    def load_model(self, config: TrainConfig, labels: Labels | None) -> nn.Module:
+    def load_model(self, config: TrainConfig, labels: Labels | None) -> tuple[nn.Module, list[str]]:
+        """The model with a head for the labels; the note names what is new in it."""
         from transformers import AutoModelForSequenceClassification
 
         assert labels is not None
         names = {"id2label": labels.id2label, "label2id": labels.label2id} if labels.names else {}
-        return AutoModelForSequenceClassification.from_pretrained(
+        model, info = AutoModelForSequenceClassification.from_pretrained(
             config.model_name_or_path,
             num_labels=labels.num_labels,
             problem_type=labels.problem_type,
+            ignore_mismatched_sizes=True,  # a head for other labels is replaced, and named below
+            output_loading_info=True,
             **names,
             **_load_options(config),
         )
+        replaced = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
+        new = sorted({*info["missing_keys"], *replaced})
+        notes = [f"new weights, from seed {config.seed}: {', '.join(new[:6])}"] if new else []
+        if len(new) > 6:
+            notes[0] += f" and {len(new) - 6} more"
+        return model, notes
 
     def check_model(self, model: nn.Module, labels: Labels | None) -> None:
         """The model's head must fit the labels; its config learns their names."""

@@ -48,27 +48,19 @@ class LoadBack:
         )
 
 
-def save_model_files(
-    model: Any, path: str | Path, *, arrays: Mapping[str, Any], processing_class: Any
-) -> None:
-    """Adapter files for a PeftModel, whole weights otherwise; the tokenizer beside them.
-
-    arrays: by PyTorch name; they are copied into `model` first.
-    """
-    copy_into_module(model, arrays)
-    if isinstance(model, PeftModel):
-        save_adapter(model, path)
-    else:
-        model.save_pretrained(str(path))
-    if processing_class is not None:
-        processing_class.save_pretrained(str(path))
-
-
 def save_run(run: Run, state: TrainState, path: str | Path) -> None:
-    """The files of a run's model at `state`: what a user loads."""
+    """What a user loads: adapter files for a PeftModel, whole weights otherwise; the tokenizer.
+
+    The torch module of the run holds the weights of `state` afterwards.
+    """
     arrays = run.module.layout.unstack(cast_params(state.trainable, run.dtypes))
     arrays |= run.module.buffer_layout.unstack(state.buffers)
-    save_model_files(run.model, path, arrays=arrays, processing_class=run.processing_class)
+    copy_into_module(run.module.module, arrays)
+    if isinstance(run.model, PeftModel):
+        save_adapter(run.model, path)
+    else:
+        run.model.save_pretrained(str(path))
+    run.processing_class.save_pretrained(str(path))
 
 
 def load_back_run(run: Run, state: TrainState, path: str | Path, *, num_rows: int = 2) -> LoadBack:

@@ -64,6 +64,7 @@ class Run:
     train_loader: Loader
     total_steps: int
     identity: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
 
     @property
     def num_trainable(self) -> int:
@@ -112,19 +113,26 @@ def build_run(
         model_max_length=_max_positions(config, model),
         label_names=_label_names(model),
     )
-    torch_model: Any = objective.load_model(config, data.labels) if model is None else model
+    torch.manual_seed(config.seed)  # new heads and adapters start the same in every run
+    torch_model: Any = model
+    notes: list[str] = []
+    if model is None:
+        torch_model, notes = objective.load_model(config, data.labels)
     objective.check_model(torch_model, data.labels)
     _check_vocabulary(torch_model, data.train.rows)
     _set_pad_token(torch_model, tokenizer)
     report: AdapterReport | None = None
     wanted = adapter_config or peft_config(config)
     if wanted is not None:
-        torch_model, report = apply_lora(torch_model, wanted)
-    masters = _cast_model(torch_model, config)
-    torch_model.train()
-    rows = data.train.rows
-    module = to_jax(torch_model, _example_inputs(rows, objective))
-    return _assemble(config, objective, data, torch_model, report, tokenizer, module, masters)
+        torch_model, report = apply_lora(torch_model, wanted, task_type=objective.task_type)
+    # PEFT's wrapper only forwards, through **kwargs that hide the inputs' names: capture what it
+    # holds, the base model with LoRA layers in it.
+    core = torch_model.get_base_model() if isinstance(torch_model, PeftModel) else torch_model
+    masters = _cast_model(core, config)
+    core.train()
+    module = to_jax(core, _example_inputs(data.train.rows, objective))
+    run = _assemble(config, objective, data, torch_model, report, tokenizer, module, masters)
+    return replace(run, notes=tuple(notes))
 
 
 def _assemble(
@@ -141,7 +149,9 @@ def _assemble(
     loader = data.train_loader(config)
     total = num_steps(config, loader.steps_per_epoch)
     decay = decay_keys(
-        layout.trainable, layout_keys=layout.keys, decay_names=decay_parameter_names(model)
+        layout.trainable,
+        layout_keys=layout.keys,
+        decay_names=decay_parameter_names(module.module),
     )
     optimizer = make_optimizer(
         config.optim,
@@ -280,7 +290,7 @@ def _stored_masters(module: JaxModule, masters: Mapping[str, np.ndarray]) -> dic
 
 
 def _example_inputs(rows: Rows, objective: Objective) -> dict[str, torch.Tensor]:
-    batch = rows.batch(np.arange(min(2, len(rows))), rows.bucket_lengths[0])
+    batch = rows.batch(np.arange(min(2, len(rows))), rows.bucket_lengths[-1])
     return {
         name: torch.from_numpy(np.asarray(batch[name], np.int64))
         for name in objective.inputs

@@ -266,7 +266,7 @@ class Trainer:
             f"{shapes}"
         )
         self._say(f"memory   activation_checkpointing: {self._programs.remat}")
-        for note in self._programs.notes:
+        for note in (*run.notes, *self._programs.notes):
             self._say(f"note     {note}")
         self._say(f"output   {config.output_dir}")
 
@@ -288,7 +288,7 @@ class Trainer:
         compiling = self._programs.train.compile_seconds + self._programs.evaluate.compile_seconds
         metrics = {
             "train_runtime": loop.clock.wall,
-            "train_step_runtime": loop.clock.working,
+            "train_step_runtime": loop.step_seconds,
             "compile_seconds": compiling,
             "train_loss": loop.training_loss,
             "epoch": self.state.epoch,
