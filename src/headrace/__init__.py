@@ -1,1 +1,37 @@
-"""Headrace: fine-tune, evaluate and serve unmodified PyTorch models through JAX/XLA."""
+"""Headrace: fine-tune, evaluate and serve unmodified PyTorch models through JAX/XLA.
+
+Names are loaded on first use, so that `import headrace` stays quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.bridge import CheckReport as CheckReport
+    from headrace.bridge import JaxModule as JaxModule
+    from headrace.bridge import check as check
+    from headrace.bridge import compile as compile
+    from headrace.bridge import to_jax as to_jax
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckReport": "headrace.bridge",
+    "JaxModule": "headrace.bridge",
+    "check": "headrace.bridge",
+    "compile": "headrace.bridge",
+    "to_jax": "headrace.bridge",
+}
+__all__ = ["CheckReport", "JaxModule", "__version__", "check", "compile", "to_jax"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -119,6 +119,25 @@ def _gemma4(**changes: Any) -> Callable[[], tuple[nn.Module, Inputs]]:
     return build
 
 
+def _deberta_v3() -> tuple[nn.Module, Inputs]:
+    config = tf.DebertaV2Config(
+        **_ENCODER,
+        relative_attention=True,
+        position_buckets=8,
+        pos_att_type=["p2c", "c2p"],
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+        position_biased_input=False,
+        pooler_dropout=0.0,
+        pooler_hidden_size=32,
+    )
+    inputs = classification_inputs()
+    # Its own loss selects rows by `(labels >= 0).nonzero()`, a shape that depends on values; the
+    # trainer computes the loss from the logits, which are compared here.
+    del inputs["labels"]
+    return tf.DebertaV2ForSequenceClassification(config), inputs
+
+
 def _vit() -> tuple[nn.Module, Inputs]:
     config = tf.ViTConfig(
         hidden_size=32,
@@ -203,31 +222,30 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "gpt2": _gpt2,
     "gpt_neox": _decoder("GPTNeoX"),
     "olmo2": _decoder("Olmo2"),
-    "smollm3": _decoder("SmolLM3"),
+    "smollm3": _decoder("SmolLM3", num_hidden_layers=8),
     "mixtral": _decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": _decoder("Qwen3Moe", head_dim=8, **_MOE),
     "bert": _encoder("Bert"),
     "roberta": _encoder("Roberta", pad_token_id=1),
-    "distilbert": _encoder("DistilBert", n_layers=3, dim=32, hidden_dim=48, n_heads=4, dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0),
+    "distilbert": _encoder(
+        "DistilBert",
+        n_layers=3,
+        dim=32,
+        hidden_dim=48,
+        n_heads=4,
+        dropout=0.0,
+        attention_dropout=0.0,
+        seq_classif_dropout=0.0,
+    ),
     "modernbert": _encoder(
         "ModernBert",
         local_attention=6,
-        num_hidden_layers=6,
+        num_hidden_layers=7,
         global_attn_every_n_layers=3,
         cls_token_id=1,
         sep_token_id=2,
     ),
-    "deberta_v3": _encoder(
-        "DebertaV2",
-        relative_attention=True,
-        position_buckets=8,
-        pos_att_type=["p2c", "c2p"],
-        norm_rel_ebd="layer_norm",
-        share_att_key=True,
-        position_biased_input=False,
-        pooler_dropout=0.0,
-        pooler_hidden_size=32,
-    ),
+    "deberta_v3": _deberta_v3,
     "electra": _encoder("Electra", embedding_size=16),
     "vit": _vit,
     "resnet": _resnet,

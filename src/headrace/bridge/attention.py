@@ -107,9 +107,7 @@ def reference_attention(
     return torch.matmul(probs.to(value.dtype), value)
 
 
-attention_op = torch.library.custom_op(
-    "headrace::attention", reference_attention, mutates_args=()
-)
+attention_op = torch.library.custom_op("headrace::attention", reference_attention, mutates_args=())
 
 
 @attention_op.register_fake

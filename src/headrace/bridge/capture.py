@@ -7,11 +7,13 @@ values, loops. The module may live on the meta device; no weight is read here.
 from __future__ import annotations
 
 import contextlib
+import io
 import inspect
 import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr
 from typing import Any
 
 import torch
@@ -150,15 +152,25 @@ def _export(
 
 
 def _first_lines(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: " + " ".join(lines[:2])[:400]
+    """The exporter's reason and, where it names one, the model's own line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = f"{type(error).__name__}: " + (lines[0] if lines else "")
+    own = [x for x in lines if x.startswith("File ") and "/torch/" not in x]
+    return reason[:400] + (f"\n  at {own[-1]}" if own else "")
 
 
 @contextlib.contextmanager
 def _tracing() -> Iterator[None]:
-    with warnings.catch_warnings(), _ConstantDraws():
-        warnings.simplefilter("ignore")
-        yield
+    # A failed attempt makes the exporter print its whole graph; the reason is in the exception.
+    noisy = logging.getLogger("torch")
+    level = noisy.level
+    noisy.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()), _ConstantDraws():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        noisy.setLevel(level)
 
 
 class _ConstantDraws(TorchFunctionMode):
@@ -275,7 +287,10 @@ def _program(
     inputs: list[Input] = []
     constants: dict[str, torch.Tensor] = {}
     owned = dict(module.named_buffers(remove_duplicate=False))
-    for spec in signature.input_specs:
+    graph = _flat_graph(exported)
+    # fx renames a placeholder called like a Python builtin (`input`), so names come from the graph.
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for spec, node in zip(signature.input_specs, placeholders, strict=True):
         if spec.kind not in kinds:
             raise CaptureError(
                 f"{type(module).__name__}: inputs of kind {spec.kind.name} are not supported"
@@ -287,7 +302,7 @@ def _program(
             kind = "constant"
             constants[name] = exported.constants[spec.target]  # pyright: ignore
         key = name
-        inputs.append(Input(node=spec.arg.name, kind=kind, names=(name,), key=key))  # pyright: ignore
+        inputs.append(Input(node=node.name, kind=kind, names=(name,), key=key))  # pyright: ignore
     outputs = [
         Output(kind="buffer", name=spec.target or "")
         if spec.kind is OutputKind.BUFFER_MUTATION
@@ -295,7 +310,6 @@ def _program(
         for spec in signature.output_specs
         if spec.kind is not OutputKind.USER_INPUT_MUTATION
     ]
-    graph = _flat_graph(exported)
     if len(outputs) != len(signature.output_specs):
         notes.append("the module writes into its inputs; those writes are not returned")
         _drop_outputs(

@@ -28,6 +28,8 @@ from headrace.bridge.program import Program
 
 _OUTPUT_TOLERANCE = 1e-5
 _GRADIENT_TOLERANCE = 1e-4
+# A gradient that is zero but for rounding (a key bias under softmax) is measured against the model's largest.
+_FLOOR = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,8 @@ class Disagreement:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What `check` found. Errors are the largest difference divided by the largest torch magnitude.
+    """What `check` found. Errors are the largest difference divided by the largest torch magnitude,
+    for gradients at least by 1e-3 of the largest gradient in the model.
 
     `ok` is the verdict: outputs within 1e-5 and gradients within 1e-4 in float32 (bfloat16: 2e-2, 5e-2).
     """
@@ -111,7 +114,8 @@ def check(model: nn.Module, example_inputs: Any, *, operators: bool | None = Non
         for name, leaf in zip(names, leaves, strict=True)
     }
     by_name = jm.layout.unstack(gradients)
-    errors = {n: relative_error(tensor_to_numpy(g), by_name[n]) for n, g in expected.items()}
+    floor = _FLOOR * max((float(g.abs().max()) for g in expected.values()), default=0.0)
+    errors = {n: relative_error(tensor_to_numpy(g), by_name[n], floor) for n, g in expected.items()}
     half = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     report = CheckReport(
         model=type(model).__name__,
@@ -149,8 +153,8 @@ def compare_operators(
     return found
 
 
-def relative_error(expected: np.ndarray, actual: Any) -> float:
-    """max|actual - expected| / max|expected|, in float64; inf for another shape or a NaN on one side only."""
+def relative_error(expected: np.ndarray, actual: Any, floor: float = 0.0) -> float:
+    """max|actual - expected| / max(max|expected|, floor) in float64; inf for another shape or lone NaN."""
     got = np.asarray(actual).astype(np.float64)
     want = expected.astype(np.float64)
     if got.shape != want.shape or (np.isnan(got) != np.isnan(want)).any():
@@ -159,7 +163,7 @@ def relative_error(expected: np.ndarray, actual: Any) -> float:
         return 0.0
     with np.errstate(invalid="ignore"):
         difference = np.nan_to_num(np.abs(got - want), nan=0.0)
-    return float(difference.max() / max(np.nanmax(np.abs(want), initial=0.0), 1e-6))
+    return float(difference.max() / max(np.nanmax(np.abs(want), initial=0.0), floor, 1e-6))
 
 
 class _no_dropout:

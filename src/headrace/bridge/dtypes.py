@@ -3,7 +3,7 @@
 Policy: with `jax_enable_x64` every torch dtype keeps its width. Without it (JAX's default)
 64-bit types become 32-bit ones: int64 -> int32, float64 -> float32, complex128 -> complex64,
 uint64 -> uint32. bfloat16, float16, float8, the smaller integers and bool are the same in both
-modes. Quantised and sub-byte dtypes have no counterpart.
+modes; complex32 is widened. Quantised and sub-byte dtypes have no counterpart.
 
 Does not know: operators, graphs, devices beyond "JAX's default".
 """
@@ -30,6 +30,7 @@ _EXACT: dict[torch.dtype, np.dtype] = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
+    torch.complex32: np.dtype(np.complex64),  # does not exist in JAX: widened
     torch.complex64: np.dtype(np.complex64),
     torch.complex128: np.dtype(np.complex128),
     torch.float8_e4m3fn: np.dtype(ml_dtypes.float8_e4m3fn),
@@ -49,7 +50,7 @@ _NUMPY_NATIVE_KINDS = "biufc"
 def to_jax_dtype(dtype: torch.dtype) -> np.dtype:
     """The JAX dtype that stands for a torch dtype under the current x64 setting.
 
-    Raises TypeError for dtypes that JAX does not have (quantised, sub-byte, complex32).
+    Raises TypeError for dtypes that JAX does not have (quantised, sub-byte).
     """
     exact = _EXACT.get(dtype)
     if exact is None:
@@ -78,6 +79,8 @@ def default_int() -> np.dtype:
 def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A CPU tensor's values as NumPy, in its exact dtype; shares memory when it can."""
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if tensor.dtype == torch.complex32:
+        tensor = tensor.to(torch.complex64)
     if tensor._is_zerotensor():
         tensor = tensor.clone()
     exact = _EXACT.get(tensor.dtype)

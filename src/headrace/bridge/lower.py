@@ -173,7 +173,9 @@ def _apply_rule(
     except Exception as error:
         error.add_note(f"while lowering {node.target} as {node.name} {place(node)}")
         raise
-    _compare(node, result, settings)
+    # The record is of training: batch norm saves no statistics in evaluation mode, its first result is equal.
+    values_only = settings.train is False and isinstance(result, tuple)
+    _compare(node, result[:1] if values_only else result, settings)
     return result
 
 

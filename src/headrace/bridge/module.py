@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 
 from headrace.bridge import lower
 from headrace.bridge.capture import capture
-from headrace.bridge.dtypes import tensor_to_jax
+from headrace.bridge.dtypes import tensor_to_jax, tensor_to_numpy, to_jax_dtype
 from headrace.bridge.passes.head import Head, split_head
 from headrace.bridge.passes.roll import roll_layers
 from headrace.bridge.passes.simplify import simplify
@@ -84,7 +84,7 @@ class JaxModule:
     buffer_layout: Layout
     head: Head | None = None
     recapture: Callable[[tuple[Any, ...], dict[str, Any]], Program] | None = None
-    _constants: dict[str, Array] = field(default_factory=dict)
+    _constants: dict[str, np.ndarray] = field(default_factory=dict)
     _variants: dict[Any, Program] = field(default_factory=dict)
 
     def params(self) -> dict[str, Array]:
@@ -149,7 +149,8 @@ class JaxModule:
             args, kwargs = _reorder(args, kwargs, program)
             leaves, spec = pytree.tree_flatten((args, kwargs))
         _check_arguments(program, leaves)
-        user = iter(leaves)
+        # NumPy's int64 becomes JAX's int32 here, once, and not in every rule.
+        user = iter([jnp.asarray(v) if hasattr(v, "shape") else v for v in leaves])
         values = [self._value(i, params, buffers, user) for i in program.inputs]
         settings = lower.Settings(
             rng=rng, train=train, remat=remat, segment_ids=segment_ids, observe=observe
@@ -224,8 +225,8 @@ class JaxModule:
 
     def _constant(self, i: Input) -> Any:
         if i.key not in self._constants:
-            values = [np.asarray(tensor_to_jax(self.program.constants[n])) for n in i.names]
-            self._constants[i.key] = values[0] if len(values) == 1 else np.stack(values)  # pyright: ignore
+            values = [_constant_array(self.program.constants[n]) for n in i.names]
+            self._constants[i.key] = values[0] if len(values) == 1 else np.stack(values)
         return jnp.asarray(self._constants[i.key])
 
     def _results(
@@ -249,6 +250,11 @@ class JaxModule:
                     values = [fresh.get(n, old[n]) for n in names]
                     new[key] = values[0] if len(values) == 1 else jnp.stack(values)
         return outputs, new
+
+
+def _constant_array(tensor: torch.Tensor) -> np.ndarray:
+    # NumPy, not JAX: under jit a JAX array made here would be a tracer and must not be kept.
+    return tensor_to_numpy(tensor).astype(to_jax_dtype(tensor.dtype))
 
 
 def to_jax(

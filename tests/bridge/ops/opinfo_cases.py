@@ -25,8 +25,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 import headrace.bridge.ops  # noqa: F401  fills the registry
 from headrace.bridge.dtypes import jax_to_tensor, tensor_to_jax, to_jax_dtype
@@ -34,6 +32,16 @@ from headrace.bridge.ops.decompositions import decomposition, result_shape_depen
 from headrace.bridge.ops.registry import lookup
 from headrace.errors import CaptureError
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # optional helpers of PyTorch's own tests are not installed
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+# Samples are tiny: compile fast rather than well.
+_FAST_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 _COPY_BACK = torch.ops.aten.copy_.default
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
@@ -78,6 +86,7 @@ class Traced:
     random: bool = field(default=False)
 
 
+@functools.cache
 def operators() -> dict[str, OpInfo]:
     """All OpInfos with a dense CPU meaning, by full name."""
     named = {info.full_name: info for info in op_db}
@@ -93,7 +102,7 @@ def samples(info: OpInfo, dtype: torch.dtype, limit: int | None) -> list[SampleI
         warnings.simplefilter("ignore")
         every = list(info.sample_inputs("cpu", dtype, requires_grad=grad))
     if info.name in _ORDER_OF_TIES_IS_FREE:
-        every = [_distinct(sample) for sample in every]
+        every = [_distinct(info.name, sample) for sample in every]
     if limit is None or len(every) <= limit:
         return every
     return [every[round(i * (len(every) - 1) / max(limit - 1, 1))] for i in range(limit)]
@@ -112,9 +121,13 @@ _ORDER_OF_TIES_IS_FREE = (
 )
 
 
-def _distinct(sample: SampleInput) -> SampleInput:
+def _distinct(op: str, sample: SampleInput) -> SampleInput:
     x = sample.input
-    if not isinstance(x, torch.Tensor) or x.dtype == torch.bool:
+    if not isinstance(x, torch.Tensor):
+        return sample
+    if x.dtype == torch.bool:
+        stable = {"sort": True, "argsort": True}.get(op)
+        sample.kwargs |= {"stable": True} if stable else {}
         return sample
     order = torch.randperm(x.numel())
     if x.dtype == torch.bfloat16 and x.numel() > 256:
@@ -287,7 +300,7 @@ def _ours(traced: Traced, cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
         return outputs, list(pull(full)[0])
 
     heads = [None if c is None else tensor_to_jax(c) for c in cotangents]
-    return jax.jit(program)(inputs, heads)
+    return jax.jit(program, compiler_options=_FAST_COMPILE)(inputs, heads)
 
 
 def _cotangent(output: Any, head: Any) -> Any:

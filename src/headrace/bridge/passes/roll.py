@@ -54,7 +54,8 @@ def _roll_container(program: Program, container: str, notes: list[str]) -> Progr
         return program
     hoist_between(graph, container, regions)
     regions = find_regions(graph, container)
-    signatures = _signatures(regions)
+    descriptions = _descriptions(regions)
+    signatures = _signatures(descriptions)
     start, rolled = 0, []
     program = replace(program, graph=graph)
     reasons: list[str] = []
@@ -70,7 +71,7 @@ def _roll_container(program: Program, container: str, notes: list[str]) -> Progr
         program = _rewrite(program, container, regions, run, plan)
         rolled.append((run, plan))
         start = run.stop
-    _report(container, regions, rolled, reasons, notes)
+    _report(container, regions, rolled, reasons or [_difference(regions, descriptions)], notes)
     return program
 
 
@@ -89,20 +90,20 @@ def _report(
         )
     if covered < len(regions) and regions and len(regions[0].nodes) >= _MIN_NODES:
         left = [r.index for r in regions if not any(x.start <= r.order < x.stop for x, _ in rolled)]
-        why = reasons[0] if reasons else _difference(regions)
-        notes.append(f"{container}: items {left} are not rolled: {why}")
+        notes.append(f"{container}: items {left} are not rolled: {reasons[0]}")
         log.info("not rolled: %s", notes[-1])
 
 
-def _difference(regions: Sequence[Region]) -> str:
+def _difference(regions: Sequence[Region], descriptions: Sequence[list[tuple[Any, ...]]]) -> str:
     """Where the first two neighbouring items that differ part."""
-    for a, b in zip(regions, regions[1:], strict=False):
-        left, right = _describe(a), _describe(b)
-        for i, (x, y) in enumerate(zip(left, right, strict=False)):
+    for i in range(1, len(regions)):
+        left, right = descriptions[i - 1], descriptions[i]
+        a, b = regions[i - 1].index, regions[i].index
+        for k, (x, y) in enumerate(zip(left, right, strict=False)):
             if x != y:
-                return f"item {b.index} differs from item {a.index} at its operator {i}: {_short(y)} instead of {_short(x)}"
+                return f"operator {k} of item {b} is {_short(y)}, of item {a} {_short(x)}"
         if len(left) != len(right):
-            return f"item {a.index} has {len(left)} operators, item {b.index} has {len(right)}"
+            return f"item {a} has {len(left)} operators, item {b} has {len(right)}"
     return "too few equal items follow each other"
 
 
@@ -129,9 +130,24 @@ class _Run:
         return run if run.repeats >= 2 else None
 
 
-def _signatures(regions: Sequence[Region]) -> list[int]:
+def _descriptions(regions: Sequence[Region]) -> list[list[tuple[Any, ...]]]:
+    common = _read_by_several(regions)
+    return [_describe(region, common) for region in regions]
+
+
+def _signatures(descriptions: Sequence[list[tuple[Any, ...]]]) -> list[int]:
     known: dict[str, int] = {}
-    return [known.setdefault(repr(_describe(r)), len(known)) for r in regions]
+    return [known.setdefault(repr(d), len(known)) for d in descriptions]
+
+
+def _read_by_several(regions: Sequence[Region]) -> set[fx.Node]:
+    """Outside nodes that more than one region reads: they are shared, so their identity matters."""
+    readers: dict[fx.Node, set[int]] = {}
+    for region in regions:
+        for node in region.nodes:
+            for source in node.all_input_nodes:
+                readers.setdefault(source, set()).add(region.order)
+    return {node for node, orders in readers.items() if len(orders) > 1}
 
 
 def _longest_run(signatures: Sequence[int], first: int) -> _Run | None:
@@ -149,14 +165,19 @@ def _longest_run(signatures: Sequence[int], first: int) -> _Run | None:
     return best
 
 
-def _describe(region: Region) -> list[tuple[Any, ...]]:
-    """The region node by node, with references by position inside and by order of appearance outside."""
+def _describe(region: Region, common: set[fx.Node]) -> list[tuple[Any, ...]]:
+    """The region node by node: references by position inside, by order of appearance outside.
+
+    Outside nodes in `common` keep their name, so that alternating masks make alternating layers.
+    """
     inside = {node: i for i, node in enumerate(region.nodes)}
     outside: dict[fx.Node, int] = {}
 
     def name(node: fx.Node) -> str:
         if node in inside:
             return f"%{inside[node]}"
+        if node in common and node not in inside:
+            return f"@{node.name}"
         return f"@{outside.setdefault(node, len(outside))}:{_record(node)}"
 
     return [

@@ -72,25 +72,71 @@ def is_size(node: fx.Node) -> bool:
 
 
 def _lift_sizes(graph: fx.Graph) -> None:
-    """Move size arithmetic on placeholders to the top and merge equal nodes."""
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1:]
-    if not last:
+    """Move size arithmetic to the top and merge nodes of the same value.
+
+    The exporter knows each size as an expression of the inputs' sizes, so a size read from an inner tensor
+    is replaced by the equal one read from an input.
+    """
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    if not placeholders:
         return
-    anchor = last[0]
-    lifted: dict[Any, fx.Node] = {}
-    ready = {n for n in graph.nodes if n.op == "placeholder"}
+    lifted = _Lifted(graph, placeholders)
     for node in list(graph.nodes):
-        if not is_size(node) or any(n not in ready for n in node.all_input_nodes):
+        if not is_size(node):
             continue
-        key = (node.target, str(node.args), str(node.kwargs))
-        if key in lifted:
-            node.replace_all_uses_with(lifted[key])
+        same = lifted.find(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
             graph.erase_node(node)
-            continue
-        lifted[key] = node
-        ready.add(node)
-        anchor.append(node)
-        anchor = node
+        else:
+            lifted.add(node)
+
+
+class _Lifted:
+    """Size nodes that stand at the top of the graph, by the expression they compute."""
+
+    def __init__(self, graph: fx.Graph, placeholders: list[fx.Node]) -> None:
+        self._graph = graph
+        self._anchor = placeholders[-1]
+        self._ready = set(placeholders)
+        self._nodes: dict[str, fx.Node] = {}
+        self._sources: dict[str, tuple[fx.Node, int, Any]] = {}
+        for node in placeholders:
+            value = node.meta.get("val")
+            sizes = value.shape if isinstance(value, torch.Tensor) else ()
+            for dim, size in enumerate(sizes):
+                if isinstance(size, torch.SymInt):
+                    self._sources.setdefault(str(size.node.expr), (node, dim, size))
+
+    def find(self, node: fx.Node) -> fx.Node | None:
+        key = _expression(node)
+        if key in self._nodes:
+            return self._nodes[key]
+        if key in self._sources:
+            source, dim, size = self._sources[key]
+            with self._graph.inserting_after(self._anchor):
+                new = self._graph.call_function(torch.ops.aten.sym_size.int, (source, dim))
+            new.meta = {"val": size}
+            self._keep(key, new)
+            return new
+        return None
+
+    def add(self, node: fx.Node) -> None:
+        if all(n in self._ready for n in node.all_input_nodes):
+            self._anchor.append(node)
+            self._keep(_expression(node), node)
+
+    def _keep(self, key: str, node: fx.Node) -> None:
+        # It belongs to no layer any more.
+        node.meta = {k: v for k, v in node.meta.items() if k != "nn_module_stack"}
+        self._nodes[key] = node
+        self._ready.add(node)
+        self._anchor = node
+
+
+def _expression(node: fx.Node) -> str:
+    value = node.meta["val"]
+    return str(value.node.expr) if hasattr(value, "node") else repr(value)
 
 
 def _drop_constant_segments(graph: fx.Graph) -> list[str]:

@@ -1,0 +1,56 @@
+"""Loss and every gradient of the model families against eager PyTorch, in float32."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import headrace as hr
+from tests.bridge.families import FAMILIES, build
+
+# Families whose layers must run as a loop, with the number of layers outside of it.
+_ROLLED = {name: 0 for name in FAMILIES if name not in ("resnet", "gemma4-e", "t5", "modernbert")}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_all_gradients_agree(name: str) -> None:
+    model, inputs = build(name)
+    report = hr.check(model, inputs, operators=False)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    if "labels" in inputs:
+        assert any("loss" in path for path in report.outputs), report.outputs
+    assert len(report.gradients) >= 0.9 * len(trained), "gradients reach the parameters"
+    assert report.worst_output <= 1e-5, str(report)
+    assert report.worst_gradient <= 1e-4, str(report)
+    if name in _ROLLED:
+        assert any("loop" in note for note in report.loops), report.loops
+        assert not any("not rolled" in note for note in report.loops), report.loops
+
+
+def test_rolled_equals_unrolled() -> None:
+    model, inputs = build("gemma3")
+    arrays = {k: v.numpy() for k, v in inputs.items()}
+    losses = []
+    for roll in (True, False):
+        jm = hr.to_jax(model, inputs, roll=roll)
+        assert bool(jm.program.loops) is roll
+        params, buffers = jm.params(), jm.buffers()
+
+        def loss(p, jm=jm, buffers=buffers):
+            return jm.apply(p, buffers, **arrays)[0].loss
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        losses.append((value, jm.layout.unstack(gradient)))
+    (a, left), (b, right) = losses
+    assert abs(a - b) < 1e-6
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_allclose(left[name], right[name], rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_agrees_within_its_precision() -> None:
+    model, inputs = build("llama")
+    report = hr.check(model.to(torch.bfloat16), inputs, operators=False)
+    assert report.ok, str(report)
