@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headrace.config import TrainConfig
 from headrace.errors import ConfigError, DataError
-from headrace.evaluate import EvalModel, evaluate, greedy_generate
+from headrace.evaluate import EvalModel, evaluate, greedy_generate, load_eval_model
 from headrace.evaluate.model import capture_for_eval
 from headrace.evaluate.score import score_causal
 
@@ -115,7 +117,27 @@ def test_evaluate_reports_exact_match_only_where_there_is_an_answer(model: EvalM
     assert "exact_match" not in evaluate(config_for(), model=model, eval_dataset=texts).metrics
 
 
-def test_evaluate_without_evaluation_rows_is_an_error(model: EvalModel, tmp_path: Any) -> None:
+def test_an_adapter_folder_answers_as_stock_peft_does(model: EvalModel, tmp_path: Path) -> None:
+    model.torch_model.save_pretrained(tmp_path / "base")
+    model.tokenizer.save_pretrained(tmp_path / "base")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    torch.manual_seed(5)
+    settings = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    peft_model = get_peft_model(base, settings)
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn_like(parameter))
+    peft_model.save_pretrained(str(tmp_path / "adapter"))
+
+    loaded = load_eval_model(tmp_path / "adapter")
+    prompts = [[5, 9, 200], [17] * 11]
+    ours = greedy_generate(loaded, prompts, max_new_tokens=8)
+    assert ours == [stock_answer(loaded, prompt, 8) for prompt in prompts]
+    assert ours != greedy_generate(model, prompts, max_new_tokens=8)
+
+
+def test_evaluate_without_evaluation_rows_is_an_error(model: EvalModel, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "only training rows"}\n')
     with pytest.raises(DataError, match="has no split 'test'"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +61,8 @@ app.command("doctor")(doctor.doctor)
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
+    # peft 0.21 asks transformers for an attribute that was renamed; users cannot mend that
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     sys.exit(run(sys.argv[1:] if args is None else args))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from jax import Array
+from peft import PeftModel
 
 from headrace.bridge.module import JaxModule, to_jax
 from headrace.bridge.passes.head import Head
@@ -80,10 +81,12 @@ def capture_for_eval(model: Any, tokenizer: Any, *, task: str = "causal") -> Eva
         "attention_mask": ids,
         "token_type_ids": torch.zeros_like(ids),
     }
-    module = to_jax(model.eval(), {name: examples[name] for name in names})
+    # PEFT's wrapper hides the model's signature behind **kwargs; its layers are in the base itself.
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    module = to_jax(inner.eval(), {name: examples[name] for name in names})
     params, buffers = module.params(), module.buffers()
     head: Head | None = None
-    if task == "causal":
+    if task == "causal" and module.program.dynamic:
         try:
             module, head = module.without_head()
         except CaptureError:
