@@ -22,12 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# Samples are tiny: compile fast rather than well. Set before JAX starts.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX starts
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "bridge" / "ops"))
 

@@ -39,14 +39,17 @@ def aten__linalg_check_errors(info: Array, api_name: str, *, is_matrix: bool) ->
     """_linalg_check_errors(Tensor info, str api_name, *, bool is_matrix) -> ()"""
 
 
+def _hermitian(x: Array, upper: bool) -> Array:
+    """The matrix that one triangle stands for; the derivative is shared by both, as in torch."""
+    half = _adjoint(jnp.triu(x)) if upper else jnp.tril(x)
+    hermitian = half + _adjoint(jnp.tril(half, -1))
+    symmetric = (x + _adjoint(x)) / 2
+    return symmetric + lax.stop_gradient(hermitian - symmetric)
+
+
 def _cholesky(x: Array, upper: bool) -> Array:
     """Reads one triangle only; the derivative is symmetrised, as in torch."""
-    half = _adjoint(jnp.triu(x)) if upper else jnp.tril(x)
-    strict = jnp.tril(half, -1)
-    hermitian = half + _adjoint(strict)
-    symmetric = (x + _adjoint(x)) / 2
-    value = symmetric + lax.stop_gradient(hermitian - symmetric)
-    lower = jnp.linalg.cholesky(value, symmetrize_input=False)
+    lower = jnp.linalg.cholesky(_hermitian(x, upper), symmetrize_input=False)
     return _adjoint(lower) if upper else lower
 
 
@@ -64,18 +67,23 @@ def aten_cholesky(self: Array, upper: bool = False) -> Array:
     return _cholesky(self, upper)
 
 
+def _from_factor(factor: Array, upper: bool) -> Array:
+    """The matrix of a Cholesky factor: one triangle is read, the derivative goes to both."""
+    triangle = jnp.triu(factor) if upper else jnp.tril(factor)
+    factor = factor + lax.stop_gradient(triangle - factor)
+    return _adjoint(factor) @ factor if upper else factor @ _adjoint(factor)
+
+
 @lowers(aten.cholesky_solve.default)
 def aten_cholesky_solve(self: Array, input2: Array, upper: bool = False) -> Array:
     """cholesky_solve(Tensor self, Tensor input2, bool upper=False) -> Tensor"""
-    lower = _adjoint(input2) if upper else input2
-    half = _triangular(lower, self, upper=False)
-    return _triangular(_adjoint(lower), half, upper=True)
+    return _solve(_from_factor(input2, upper), self, True)
 
 
 @lowers(aten.cholesky_inverse.default)
 def aten_cholesky_inverse(self: Array, upper: bool = False) -> Array:
     """cholesky_inverse(Tensor self, bool upper=False) -> Tensor"""
-    return aten_cholesky_solve(jnp.eye(self.shape[-1], dtype=self.dtype), self, upper)
+    return jnp.linalg.inv(_from_factor(self, upper))
 
 
 def _triangular(
@@ -204,10 +212,17 @@ def aten_linalg_lu_solve(
     return _solve(_adjoint(a) if adjoint else a, B, left)
 
 
+@lowers(aten.lu_solve.default)
+def aten_lu_solve(self: Array, LU_data: Array, LU_pivots: Array) -> Array:
+    """lu_solve(Tensor self, Tensor LU_data, Tensor LU_pivots) -> Tensor"""
+    return aten_linalg_lu_solve(LU_data, LU_pivots, self)
+
+
 @lowers(aten._linalg_det.default)
 def aten__linalg_det(A: Array) -> tuple[Array, Array, Array]:
     """_linalg_det(Tensor A) -> (Tensor result, Tensor LU, Tensor pivots)"""
-    return (jnp.linalg.det(A), *_lu(A))
+    determinant = jnp.linalg.det(A) if A.shape[-1] else jnp.ones(A.shape[:-2], A.dtype)
+    return (determinant, *_lu(A))
 
 
 @lowers(aten._linalg_slogdet.default)
@@ -240,7 +255,8 @@ def aten__linalg_svd(
 @lowers(aten._linalg_eigh.default)
 def aten__linalg_eigh(A: Array, UPLO: str = "L", compute_v: bool = True) -> tuple[Array, Array]:
     """_linalg_eigh(Tensor A, str UPLO='L', bool compute_v=True)"""
-    values, vectors = jnp.linalg.eigh(A, UPLO=UPLO.upper(), symmetrize_input=False)
+    matrix = _hermitian(A, UPLO.upper() == "U")
+    values, vectors = jnp.linalg.eigh(matrix, symmetrize_input=False)
     return values, vectors if compute_v else _empty(A)
 
 
@@ -288,8 +304,8 @@ def aten_linalg_householder_product(input: Array, tau: Array) -> Array:
 @lowers(aten.geqrf.default)
 def aten_geqrf(self: Array) -> tuple[Array, Array]:
     """geqrf(Tensor self) -> (Tensor a, Tensor tau)"""
-    packed, tau = lax.linalg.geqrf(self)
-    return packed, tau
+    packed, tau = jnp.linalg.qr(self, mode="raw")
+    return jnp.swapaxes(packed, -1, -2), tau
 
 
 @lowers(aten.linalg_matrix_exp.default)
@@ -339,6 +355,8 @@ def aten_linalg_pinv(
     """linalg_pinv.atol_rtol_tensor(Tensor self, *, Tensor? atol=None, Tensor? rtol=None, ...)"""
     if self.size == 0:
         return _adjoint(self)
+    if hermitian:
+        self = _hermitian(self, False)
     default = float(jnp.finfo(self.dtype).eps) * max(self.shape[-2:])
     largest = jnp.max(lax.stop_gradient(jnp.linalg.svd(self, compute_uv=False)), -1)
     absolute = jnp.zeros_like(largest) if atol is None else jnp.asarray(atol, largest.dtype)
