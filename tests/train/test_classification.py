@@ -91,7 +91,7 @@ def test_lora_classifier_saves_its_head(tmp_path: Path) -> None:
     output = trainer.train()
     assert output.metrics["load_back_max_difference"] < 1e-5
     assert json.loads((out / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
-    trained = {n for k in trainer.run.state.trainable for n in trainer.run.module.layout.keys[k]}
+    trained = {n for k in trainer.train_state.trainable for n in trainer.run.module.layout.keys[k]}
     assert any("classifier.modules_to_save" in name for name in trained)
     base = BertForSequenceClassification.from_pretrained(folder)
     texts = [row["text"] for row in tiny.label_rows(5, 2)]

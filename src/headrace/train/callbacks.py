@@ -29,7 +29,7 @@ class Callbacks:
 
     def add(self, callback: CallbackLike) -> None:
         """A callback, or its class."""
-        made = callback() if isinstance(callback, type) else callback
+        made: Any = callback() if isinstance(callback, type) else callback
         if not isinstance(made, TrainerCallback):
             raise TypeError(
                 f"{type(made).__name__} is not a transformers.TrainerCallback; derive it from that."

@@ -105,7 +105,6 @@ class TrainLoop:
                         break
             self._take(self._late.flush())
         self.step_seconds = self._clock.working
-        self._fire("on_train_end")
 
     def _one_step(self, step: Step) -> None:
         run, state = self.run, self.state
@@ -304,6 +303,10 @@ class TrainLoop:
     def finish(self) -> None:
         """The checkpoint of the end, which is always saved."""
         self._do_save(final=True)
+
+    def end(self) -> None:
+        """After the last file was written."""
+        self._fire("on_train_end")
 
     def _leave(self, interrupt: Interrupt) -> None:
         self._do_save(final=True)

@@ -188,7 +188,7 @@ def load_back_adapter(model: PeftModel, path: str | Path, inputs: Mapping[str, A
     The files go into a second, fresh adapter (its saved modules start from the base's own), which
     is removed again; the trained adapter stays as it was.
     """
-    active = model.active_adapter
+    active: Any = model.active_adapter
     was_training = model.training
     requires_grad = {name for name, p in model.named_parameters() if p.requires_grad}
     model.load_adapter(str(path), adapter_name="load_back", autocast_adapter_dtype=False)

@@ -26,8 +26,15 @@ EvalSums = Sequence[Mapping[str, np.ndarray]]
 class Objective(Protocol):
     """One kind of training."""
 
-    inputs: tuple[str, ...]
-    task_type: TaskType
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Model inputs that a batch may hold."""
+        ...
+
+    @property
+    def task_type(self) -> TaskType:
+        """PEFT's name of the task."""
+        ...
 
     def load_model(
         self, config: TrainConfig, labels: Labels | None
@@ -68,10 +75,9 @@ class CausalObjective:
         from transformers import AutoModelForCausalLM
 
         del labels
-        name = config.model_name_or_path
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name, output_loading_info=True, **_load_options(config)
-        )
+        name = str(config.model_name_or_path)
+        auto: Any = AutoModelForCausalLM
+        model, info = auto.from_pretrained(name, output_loading_info=True, **_load_options(config))
         missing = sorted(info["missing_keys"])
         if missing:
             raise ConfigError(
@@ -109,8 +115,9 @@ class ClassificationObjective:
 
         assert labels is not None
         names = {"id2label": labels.id2label, "label2id": labels.label2id} if labels.names else {}
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            config.model_name_or_path,
+        auto: Any = AutoModelForSequenceClassification
+        model, info = auto.from_pretrained(
+            str(config.model_name_or_path),
             num_labels=labels.num_labels,
             problem_type=labels.problem_type,
             ignore_mismatched_sizes=True,  # a head for other labels is replaced, and named below
@@ -162,9 +169,10 @@ class ClassificationObjective:
             return found
         from sklearn.metrics import accuracy_score, f1_score
 
+        score: Any = f1_score  # its stub takes zero_division as text only
         predicted_N = logits_NC.argmax(axis=-1)
         found["accuracy"] = float(accuracy_score(labels_N, predicted_N))
-        found["f1"] = float(f1_score(labels_N, predicted_N, average="macro", zero_division=0))
+        found["f1"] = float(score(labels_N, predicted_N, average="macro", zero_division=0))
         return found
 
 

@@ -87,7 +87,7 @@ class AdafactorLeaf(NamedTuple):
 
 
 class AdafactorState(NamedTuple):
-    count: Array
+    steps: Array
     leaves: dict[str, AdafactorLeaf]
 
 
@@ -145,7 +145,7 @@ def scale_by_hf_adafactor(
 
     def update(grads: Tree, state: AdafactorState, params: Tree | None = None) -> Any:
         del params
-        count = state.count + 1
+        count = state.steps + 1
         beta2 = 1.0 - count.astype(jnp.float32) ** decay_rate
         directions: Tree = {}
         leaves: dict[str, AdafactorLeaf] = {}
@@ -201,6 +201,7 @@ def make_optimizer(
     """
     rule = _resolve(optim)
     direction = _direction(rule, stacked, adam_beta1, adam_beta2, adam_epsilon, momentum)
+    transform: Any = direction.update  # optax's own types are wider than our dict of arrays
 
     def decayed(updates: Tree, params: Tree) -> Tree:
         if not weight_decay:
@@ -212,9 +213,9 @@ def make_optimizer(
 
     def update(grads: Tree, state: Any, params: Tree, learning_rate: Array) -> tuple[Tree, Any]:
         if rule == "sgd":  # torch.optim.SGD: weight decay is part of the gradient
-            updates, state = direction.update(decayed(grads, params), state, params)
+            updates, state = transform(decayed(grads, params), state, params)
         else:  # decoupled: p - lr * (direction + wd * p)
-            updates, state = direction.update(grads, state, params)
+            updates, state = transform(grads, state, params)
             updates = decayed(updates, params)
         return {key: params[key] - learning_rate * updates[key] for key in params}, state
 

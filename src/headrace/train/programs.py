@@ -13,27 +13,31 @@ from typing import Any
 import jax
 import numpy as np
 
+from headrace.bridge.lower import RematPolicy
 from headrace.data.loader import Loader
 from headrace.errors import TrainingError
 from headrace.train.losses import Loss
 from headrace.train.setup import Run
 from headrace.train.shapes import CompiledFunction, CompileEvent
+from headrace.train.state import TrainState
 from headrace.train.step import make_eval_step, make_train_step
 
-_POLICIES = ("none", "dots", "full")  # from fastest to leanest
+_POLICIES: tuple[RematPolicy, ...] = ("none", "dots", "full")  # from fastest to leanest
 
 
 class Programs:
     """`train(state, frozen, batches, learning_rate)` and `evaluate(trainable, frozen, buffers,
     batch)`, compiled for each shape when it is first met."""
 
-    def __init__(self, run: Run, *, on_compile: Callable[[CompileEvent], None]) -> None:
+    def __init__(
+        self, run: Run, state: TrainState, *, on_compile: Callable[[CompileEvent], None]
+    ) -> None:
         self._run = run
         self._on_compile = on_compile
         self.remat = run.config.activation_checkpointing
         self.notes: list[str] = []
         if self.remat == "auto":
-            self.remat = self._choose_remat()
+            self.remat = self._choose_remat(state)
         loss = run.loss_for(self.remat)
         self.notes += getattr(loss, "notes", ())
         self.train = self._train_function(loss)
@@ -57,9 +61,9 @@ class Programs:
             expected_shapes=len(run.train_loader.shapes),
         )
 
-    def prepare_largest(self) -> None:
+    def prepare_largest(self, state: TrainState) -> None:
         """Compile the training step for the longest rows: what does not fit fails here."""
-        self._prepare(self.train)
+        self._prepare(self.train, state)
         memory, limit = self.train.events[-1].memory, _memory_limit()
         if memory is not None and limit is not None and memory.peak > limit:
             raise TrainingError(
@@ -68,12 +72,12 @@ class Programs:
                 "activation_checkpointing: full."
             )
 
-    def _prepare(self, function: CompiledFunction) -> None:
+    def _prepare(self, function: CompiledFunction, state: TrainState) -> None:
         run = self._run
         batch = example_batch(run.train_loader)
-        function.prepare(run.state, run.frozen, batch, np.float32(0.0))
+        function.prepare(state, run.frozen, batch, np.float32(0.0))
 
-    def _choose_remat(self) -> str:
+    def _choose_remat(self, state: TrainState) -> RematPolicy:
         """The first policy whose step fits; without a known limit nothing is recomputed."""
         limit = _memory_limit()
         if limit is None:
@@ -81,7 +85,7 @@ class Programs:
             return "none"
         for policy in _POLICIES[:-1]:
             trial = self._train_function(self._run.loss_for(policy))
-            self._prepare(trial)
+            self._prepare(trial, state)
             memory = trial.events[-1].memory
             if memory is not None and memory.peak <= 0.95 * limit:
                 self.notes.append(f"activation_checkpointing: auto -> {policy}")

@@ -76,7 +76,7 @@ def load_back_run(run: Run, state: TrainState, path: str | Path, *, num_rows: in
     }
     if examples.token_type_ids is not None:
         everything["token_type_ids"] = np.stack([examples.token_type_ids[p] for p in flat])
-    inputs = {k: v for k, v in everything.items() if k in run.objective.inputs}
+    inputs: dict[str, Any] = {k: v for k, v in everything.items() if k in run.objective.inputs}
 
     def forward(trainable: Any, frozen: Any, buffers: Any) -> Any:
         params = {**cast_params(trainable, run.dtypes), **frozen}

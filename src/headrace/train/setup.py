@@ -43,7 +43,7 @@ _IDENTITY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The fixed half of a run; `state` is where it starts.
+    """The fixed half of a run; its arrays that change are a TrainState beside it.
 
     loss_for: the loss under a remat policy. identity: what a checkpoint must share.
     """
@@ -59,24 +59,16 @@ class Run:
     optimizer: Optimizer
     schedule: Schedule
     dtypes: Mapping[str, jnp.dtype]
-    state: TrainState
     frozen: Params
+    num_trainable: int
     train_loader: Loader
     total_steps: int
     identity: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
     @property
-    def num_trainable(self) -> int:
-        return sum(value.size for value in self.state.trainable.values())
-
-    @property
     def num_frozen(self) -> int:
         return sum(value.size for value in self.frozen.values())
-
-    def fresh_state(self) -> TrainState:
-        """A copy of the first state; the copy is the step's to consume."""
-        return jax.tree.map(jnp.copy, self.state)
 
     def with_eval_dataset(self, rows: Any) -> TrainingData:
         """The data with other evaluation rows, tokenised as the run's own."""
@@ -98,8 +90,11 @@ def build_run(
     eval_dataset: Any = None,
     processing_class: Any = None,
     adapter_config: PeftConfig | None = None,
-) -> Run:
-    """Load, check and capture. Raises the error kind of whatever does not fit; trains nothing."""
+) -> tuple[Run, TrainState]:
+    """Load, check and capture: the run and the state it starts from.
+
+    Raises the error kind of whatever does not fit; trains nothing.
+    """
     if isinstance(model, str):
         config = config.replace(model_name_or_path=model)
         model = None
@@ -131,8 +126,8 @@ def build_run(
     masters = _cast_model(core, config)
     core.train()
     module = to_jax(core, _example_inputs(data.train.rows, objective))
-    run = _assemble(config, objective, data, torch_model, report, tokenizer, module, masters)
-    return replace(run, notes=tuple(notes))
+    run, state = _assemble(config, objective, data, torch_model, report, tokenizer, module, masters)
+    return replace(run, notes=tuple(notes)), state
 
 
 def _assemble(
@@ -144,7 +139,7 @@ def _assemble(
     tokenizer: Any,
     module: JaxModule,
     masters: Mapping[str, np.ndarray],
-) -> Run:
+) -> tuple[Run, TrainState]:
     layout = module.layout
     loader = data.train_loader(config)
     total = num_steps(config, loader.steps_per_epoch)
@@ -168,7 +163,7 @@ def _assemble(
     state, frozen = create_state(
         params, module.buffers(), trainable=layout.trainable, optimizer=optimizer, seed=config.seed
     )
-    return Run(
+    run = Run(
         config=config,
         objective=objective,
         data=data,
@@ -186,11 +181,23 @@ def _assemble(
             **config.lr_scheduler_kwargs,
         ),
         dtypes=dtypes,
-        state=state,
         frozen=frozen,
+        num_trainable=sum(value.size for value in state.trainable.values()),
         train_loader=loader,
         total_steps=total,
         identity=run_identity(config, data.train.rows, state, frozen),
+    )
+    return run, state
+
+
+def restart(run: Run, state: TrainState) -> TrainState:
+    """The weights of `state` with a fresh optimizer, at step 0."""
+    return TrainState(
+        step=jnp.zeros_like(state.step),
+        rng=state.rng,
+        trainable=state.trainable,
+        opt_state=run.optimizer.init(state.trainable),
+        buffers=state.buffers,
     )
 
 

@@ -30,8 +30,9 @@ from headrace.train.loop import TrainLoop
 from headrace.train.metrics import JsonLog
 from headrace.train.programs import Programs
 from headrace.train.saving import LoadBack, load_back_run, save_run
-from headrace.train.setup import Run, build_run, model_line
+from headrace.train.setup import Run, build_run, model_line, restart
 from headrace.train.state import TrainState as ArrayState
+from headrace.train.trackers import make_trackers
 
 
 class Trainer:
@@ -70,18 +71,19 @@ class Trainer:
             "adapter_config": peft_config,
         }
         self.compute_metrics = compute_metrics
-        self.callbacks = Callbacks(callbacks)
+        self.callbacks = Callbacks([*make_trackers(self.args), *callbacks])
         self.control = TrainerControl()
         self.state = TrainerState()
         self._run: Run | None = None
         self._programs: Programs | None = None
         self._arrays: ArrayState | None = None
         self._display: Display | None = None
+        self._trained = False
         self._fire("on_init_end")
 
     def _checked(self, args: TrainConfig | None) -> TrainConfig:
         config = self.config_class() if args is None else args
-        if not isinstance(config, TrainConfig):
+        if not isinstance(config, TrainConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 f"args is a {type(config).__name__}; {self.config_class.__name__} is needed. It "
                 "takes the same names."
@@ -107,9 +109,10 @@ class Trainer:
         """The run's parts; built when first asked for: reads data, loads and captures the model."""
         if self._run is None:
             _use_compilation_cache(self.args)
-            self._run = build_run(self.args, **self._inputs)
-            self._arrays = self._run.state
-            self._programs = Programs(self._run, on_compile=lambda event: self._say(str(event)))
+            self._run, self._arrays = build_run(self.args, **self._inputs)
+            self._programs = Programs(
+                self._run, self._arrays, on_compile=lambda event: self._say(str(event))
+            )
         return self._run
 
     @property
@@ -154,14 +157,16 @@ class Trainer:
             self._start_screen()
             assert self._programs is not None
             before = self._programs.train.compile_seconds
-            self._programs.prepare_largest()
+            self._programs.prepare_largest(loop.arrays)
             loop.clock.exclude(self._programs.train.compile_seconds - before)
+            self._trained = True
             try:
                 loop.execute()
             finally:
                 self._arrays = loop.arrays
             loop.finish()
             self._use_best(loop)
+            loop.end()
             self.save_model()
             back = self.check_saved()
             return self._output(loop, log, back)
@@ -229,12 +234,13 @@ class Trainer:
             save_steps=config.save_steps,
             train_batch_size=config.per_device_train_batch_size,
         )
-        self._arrays = run.fresh_state()
+        if self._trained:  # as in transformers: the weights go on, the optimizer starts anew
+            self._arrays = restart(run, self.train_state)
 
     def _restored(self, resume: bool | str | None) -> Restored | None:
         if not resume:
             return None
-        template, identity = self.run.fresh_state(), self.run.identity
+        template, identity = self.train_state, self.run.identity
         if resume is True:
             return load_latest(self.args.output_dir, template, identity=identity)
         return load_checkpoint(str(resume), template, identity=identity)
@@ -277,7 +283,7 @@ class Trainer:
             return
         if self.state.best_global_step == self.state.global_step:
             return
-        restored = load_checkpoint(best, self.run.fresh_state(), identity=self.run.identity)
+        restored = load_checkpoint(best, loop.arrays, identity=self.run.identity)
         self._arrays = loop.arrays = restored.state
         self._say(
             f"best     {best}: {self.args.metric_for_best_model} {self.state.best_metric:.4g}; used"
