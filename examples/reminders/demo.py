@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 import warnings
@@ -28,6 +29,7 @@ console = Console(highlight=False)
 
 def main() -> None:
     started = time.monotonic()
+    os.chdir(ROOT)  # the recipe's paths start here
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     from transformers.utils import logging
 

@@ -56,6 +56,18 @@ def test_settings_of_a_file_and_flags_are_shown_with_their_source(
     assert "seed" in shown
 
 
+def test_every_setting_is_listed_with_its_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from headrace.config import TrainConfig
+
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.run(["train", "--settings"]) == 0
+    shown = capsys.readouterr().out
+    assert [n for n in TrainConfig.model_fields if f"--{n} " not in shown] == []
+    assert "2e-4 with LoRA" in shown
+
+
 def test_a_missing_recipe_is_an_error_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", "no-such.yaml"]) == cli.EXIT_USER
     assert "no-such.yaml cannot be read" in capsys.readouterr().err

@@ -35,3 +35,18 @@ def show_settings(resolved: ResolvedConfig) -> None:
         source = resolved.sources.get(name, "flag")
         console.print(f"  {name:<{wide}}  {value}", end="  ", markup=False)
         console.print(source, style="dim", markup=False)
+
+
+def show_reference() -> None:
+    """Every setting by group: name, default, one line of help."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from headrace.config.reference import default_text, fields_by_group
+
+    console = Console(highlight=False)
+    for group, fields in fields_by_group().items():
+        table = Table(title=group, title_justify="left", box=None, show_header=False)
+        for name, field in fields.items():
+            table.add_row(f"--{name}", default_text(field), field.description or "")
+        console.print(table)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.settings import read_settings, show_settings
+from headrace.cli.settings import read_settings, show_reference, show_settings
 
 
 def train(
@@ -17,13 +17,19 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and print the settings, then stop.")
     ] = False,
+    settings: Annotated[
+        bool, typer.Option("--settings", help="List every setting with its default, then stop.")
+    ] = False,
 ) -> None:
     """Fine-tune a model: headrace train config.yaml --learning_rate 1e-4
 
     Every setting can stand in the YAML file or be given as --name value; flags win. Names are those
-    of transformers and TRL, and docs/configuration.md lists them all. A wrong name or value is
-    reported before anything is loaded, together with all the others.
+    of transformers and TRL; --settings lists them all. A wrong name or value is reported before
+    anything is loaded, together with all the others.
     """
+    if settings:
+        show_reference()
+        return
     resolved = read_settings(context.args)
     show_settings(resolved)
     if dry_run:
