@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--slice", default="0/1", help="i/n: the i-th of n parts")
     parser.add_argument("--samples", type=int, default=8, help="a dtype; 0: all of them")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "operators.md")
-    chosen = parser.parse_args()
+    chosen = parser.parse_intermixed_args()
     if chosen.action == "report":
         report(chosen.results, chosen.output)
     else:

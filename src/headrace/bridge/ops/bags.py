@@ -143,7 +143,7 @@ def _histogram_range(x: Array, low: Array, high: Array) -> tuple[Array, Array]:
     same = low == high
     low, high = jnp.where(same, jnp.min(x), low), jnp.where(same, jnp.max(x), high)
     flat = low == high
-    return jnp.where(flat, low - 1, low), jnp.where(flat, high + 1, high)
+    return jnp.where(flat, low - 0.5, low), jnp.where(flat, high + 0.5, high)
 
 
 @lowers(aten.histogram.bin_ct)

@@ -7,6 +7,7 @@ lays them out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import torch
@@ -21,7 +22,7 @@ Sizes = int | Sequence[int]
 _SPATIAL = {1: "H", 2: "HW", 3: "HWD"}
 
 
-def _convolved(x_NC: Array, weight: Array, pads: list[tuple[int, int]], **options: object) -> Array:
+def _convolved(x_NC: Array, weight: Array, pads: list[tuple[int, int]], **options: Any) -> Array:
     spatial = _SPATIAL[weight.ndim - 2]
     layout = (f"NC{spatial}", f"OI{spatial}", f"NC{spatial}")
     return lax.conv_general_dilated(x_NC, weight, padding=pads, dimension_numbers=layout, **options)

@@ -7,6 +7,7 @@ between runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -125,13 +126,13 @@ def aten_scalar_tensor(s: Scalar, *, dtype: Dtype = None) -> Array:
     return jnp.asarray(s, _or_float(dtype))
 
 
-def _arange(start: Scalar, end: Scalar, step: Scalar, dtype: Dtype) -> Array:
+def _arange(start: Any, end: Any, step: Any, dtype: Dtype) -> Array:
     whole = all(isinstance(value, int) for value in (start, end, step))
     inferred = default_int() if whole else default_float()
     if dtype is not None and not dtype.is_floating_point:
         # torch truncates first, and counts int64 in whole numbers.
-        start, step = int(start), int(step)  # pyright: ignore
-        end = int(end) if dtype == torch.int64 else end  # pyright: ignore
+        start, step = int(start), int(step)
+        end = int(end) if dtype == torch.int64 else end
     # In float64 as torch counts, so that the length does not depend on the result's dtype.
     values = np.arange(start, end, step)
     return jnp.asarray(values.astype(inferred if dtype is None else to_jax_dtype(dtype)))

@@ -8,6 +8,9 @@ operators without a rule again.
 Does not know: rules, JAX.
 """
 
+# Operator schemas are a private attribute in torch, and have no public name.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -48,4 +48,5 @@ def aten_pdist(self: Array, p: float = 2.0) -> Array:
 @lowers(aten.linalg_cross.default)
 def aten_linalg_cross(self: Array, other: Array, *, dim: int = -1) -> Array:
     """linalg_cross(Tensor self, Tensor other, *, int dim=-1) -> Tensor"""
-    return jnp.cross(*jnp.broadcast_arrays(self, other), axis=dim)
+    left, right = jnp.broadcast_arrays(self, other)
+    return jnp.cross(left, right, axis=dim)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array, lax
+from jax.core import Tracer
 
 from headrace.bridge.dtypes import default_int, scalar_to_jax
 from headrace.bridge.ops.casts import cast
@@ -47,7 +48,7 @@ def aten_embedding(
 def as_index(indices: Sequence[Array | None]) -> tuple[Array | slice, ...]:
     """ATen's list of optional indices as a NumPy index."""
     masks = [i for i in indices if i is not None and i.dtype == np.bool_]
-    if any(isinstance(mask, jax.core.Tracer) for mask in masks):
+    if any(isinstance(mask, Tracer) for mask in masks):
         raise CaptureError(
             "A tensor is indexed with a boolean mask; the result's shape depends on the mask's "
             "values, which XLA cannot compile. Use torch.where, or multiply by the mask."

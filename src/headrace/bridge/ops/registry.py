@@ -12,6 +12,9 @@ with `draws=True` takes a trailing keyword `key`, a JAX PRNG key.
 Does not know: graphs, modules, how keys are derived.
 """
 
+# Operator schemas are a private attribute in torch, and have no public name.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import inspect
@@ -132,7 +135,7 @@ def _register(
     draws: bool,
     promotion: Promotion | None,
 ) -> None:
-    if not isinstance(op, OpOverload):
+    if not isinstance(op, OpOverload):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"{op} was given; a rule is registered for an overload such as aten.add.Tensor"
         )

@@ -26,10 +26,10 @@ aten = torch.ops.aten
 Scalar = bool | int | float | complex
 
 
-def _places(self: Array, dim: int, index: Array) -> tuple[Array | np.ndarray, ...]:
+def _places(self: Array, dim: int, index: Array) -> tuple[Any, ...]:
     """The NumPy index for torch's `self[i][index[i][j]]` addressing."""
     axis = one_dim(dim, self.ndim)
-    grid = list(np.ogrid[tuple(slice(0, size) for size in index.shape)])
+    grid: list[Any] = list(np.ogrid[tuple(slice(0, size) for size in index.shape)])
     grid[axis] = index
     return tuple(grid)
 

@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array, lax
+from jax.core import Tracer
 
 from headrace.bridge.ops.dims import one_dim
 from headrace.bridge.ops.promotion import result_dtype
@@ -248,7 +248,7 @@ def aten_repeat_interleave(
 
 
 def _needs_output_size(repeats: Array, output_size: int | None) -> None:
-    if output_size is None and isinstance(repeats, jax.core.Tracer):
+    if output_size is None and isinstance(repeats, Tracer):
         raise CaptureError(
             "repeat_interleave was given a tensor of repeats and no output_size; the result's "
             "shape depends on their values, which XLA cannot compile. Pass output_size."
@@ -287,7 +287,8 @@ def aten_roll(self: Array, shifts: int | Sequence[int], dims: int | Sequence[int
 @lowers(aten.rot90.default)
 def aten_rot90(self: Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> Array:
     """rot90(Tensor self, int k=1, int[] dims=[0, 1]) -> Tensor"""
-    return jnp.rot90(self, k, tuple(dims))
+    first, second = dims
+    return jnp.rot90(self, k, (first, second))
 
 
 @lowers(aten.unfold.default)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array
+from torch._ops import OpOverload
 
 from headrace.bridge.ops.promotion import category, opmath_of
 from headrace.bridge.ops.registry import lowers
@@ -175,7 +176,7 @@ def _register(name: str, dims: int, make: Make, aligns: bool) -> None:
             return make(input, *_sizes(input, output_size, scale_factors), False)
 
 
-def _plain_1d(op: torch._ops.OpOverload, make: Make) -> None:
+def _plain_1d(op: OpOverload, make: Make) -> None:
     @lowers(op)
     def aten_upsample(
         self: Array, output_size: Sequence[int], scales: float | None = None
@@ -184,7 +185,7 @@ def _plain_1d(op: torch._ops.OpOverload, make: Make) -> None:
         return make(self, output_size, (scales,), False)
 
 
-def _plain_2d(op: torch._ops.OpOverload, make: Make) -> None:
+def _plain_2d(op: OpOverload, make: Make) -> None:
     @lowers(op)
     def aten_upsample(
         self: Array,
@@ -196,7 +197,7 @@ def _plain_2d(op: torch._ops.OpOverload, make: Make) -> None:
         return make(self, output_size, (scales_h, scales_w), False)
 
 
-def _plain_3d(op: torch._ops.OpOverload, make: Make) -> None:
+def _plain_3d(op: OpOverload, make: Make) -> None:
     @lowers(op)
     def aten_upsample(
         self: Array,
@@ -209,7 +210,7 @@ def _plain_3d(op: torch._ops.OpOverload, make: Make) -> None:
         return make(self, output_size, (scales_d, scales_h, scales_w), False)
 
 
-def _aligned_1d(op: torch._ops.OpOverload, make: Make) -> None:
+def _aligned_1d(op: OpOverload, make: Make) -> None:
     @lowers(op)
     def aten_upsample(
         self: Array, output_size: Sequence[int], align_corners: bool, scales: float | None = None
@@ -218,7 +219,7 @@ def _aligned_1d(op: torch._ops.OpOverload, make: Make) -> None:
         return make(self, output_size, (scales,), align_corners)
 
 
-def _aligned_2d(op: torch._ops.OpOverload, make: Make) -> None:
+def _aligned_2d(op: OpOverload, make: Make) -> None:
     @lowers(op)
     def aten_upsample(
         self: Array,
@@ -231,7 +232,7 @@ def _aligned_2d(op: torch._ops.OpOverload, make: Make) -> None:
         return make(self, output_size, (scales_h, scales_w), align_corners)
 
 
-def _aligned_3d(op: torch._ops.OpOverload, make: Make) -> None:
+def _aligned_3d(op: OpOverload, make: Make) -> None:
     @lowers(op)
     def aten_upsample(
         self: Array,
