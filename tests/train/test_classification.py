@@ -109,9 +109,13 @@ def test_head_and_labels_must_fit(tmp_path: Path) -> None:
         _ = trainer.run
 
 
-def test_bfloat16_run(tmp_path: Path) -> None:
+def test_bfloat16_run_names_what_does_not_learn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.llama()
+    model.unused = torch.nn.Parameter(torch.ones(3))
     trainer = SFTTrainer(
-        tiny.llama(),
+        model,
         SFTConfig(
             output_dir=str(tmp_path), dtype="bfloat16", max_steps=6, logging_steps=1, max_length=24,
             per_device_train_batch_size=2, learning_rate=1e-2, compilation_cache_dir=None,
@@ -120,6 +124,8 @@ def test_bfloat16_run(tmp_path: Path) -> None:
         processing_class=tiny.tokenizer(),
     )  # fmt: skip
     output = trainer.train()
+    shown = capsys.readouterr().out
+    assert "1 trainable parameters had no gradient in 3 steps and are not learning: unused" in shown
     assert {str(v.dtype) for v in trainer.train_state.trainable.values()} == {"float32"}
     assert {str(v) for v in trainer.run.dtypes.values()} == {"bfloat16"}
     losses = [e["loss"] for e in trainer.state.log_history if "loss" in e]

@@ -116,6 +116,9 @@ def test_run_learns_and_reports(finished: tuple[SFTTrainer, Path, Any]) -> None:
     assert [line["step"] for line in log_lines(out, "eval")] == [3, 6]
     metrics = trainer.evaluate()
     assert metrics["eval_loss"] == log_lines(out, "eval")[-1]["eval_loss"]
+    same = trainer.evaluate(tiny.text_rows(10, 1), metric_key_prefix="test")
+    assert same["test_loss"] == metrics["eval_loss"]
+    assert trainer.evaluate(tiny.text_rows(10, 2))["eval_loss"] != metrics["eval_loss"]
     assert metrics["eval_perplexity"] == pytest.approx(np.exp(metrics["eval_loss"]))
     assert [p.name for p in list_checkpoints(out)] == ["checkpoint-3", "checkpoint-6"]
     assert output.metrics["load_back_max_difference"] < 1e-6
@@ -265,6 +268,18 @@ def test_full_disk_at_the_end_is_an_error(
     monkeypatch.setattr(durable, "_put", _Full(9))
     with pytest.raises(CheckpointError, match="is full"):
         trainer.train()
+
+
+def test_training_again_goes_on_from_the_weights(
+    finished: tuple[SFTTrainer, Path, Any], tmp_path: Path
+) -> None:
+    trainer = again(finished[0], tmp_path, save_strategy="no", eval_strategy="no")
+    trainer.train()
+    first = [line["loss"] for line in log_lines(tmp_path)]
+    trainer.train()
+    second = [line["loss"] for line in log_lines(tmp_path)]
+    assert len(second) == STEPS and trainer.state.global_step == STEPS
+    assert np.mean(second) < np.mean(first) - 0.02
 
 
 def test_wrong_saved_files_are_found(
