@@ -16,7 +16,7 @@ import torch
 from jax import Array, lax
 
 from headrace.bridge.dtypes import default_int
-from headrace.bridge.ops.promotion import real_of
+from headrace.bridge.ops.promotion import opmath_of, real_of
 from headrace.bridge.ops.registry import lowers
 
 aten = torch.ops.aten
@@ -311,7 +311,9 @@ def aten_geqrf(self: Array) -> tuple[Array, Array]:
 @lowers(aten.linalg_matrix_exp.default)
 def aten_linalg_matrix_exp(self: Array) -> Array:
     """linalg_matrix_exp(Tensor self) -> Tensor"""
-    return self if self.size == 0 else jsl.expm(self)
+    if self.size == 0:
+        return self
+    return jsl.expm(self.astype(opmath_of(self.dtype))).astype(self.dtype)
 
 
 @lowers(aten.linalg_lstsq.default)

@@ -333,7 +333,9 @@ def _fractional_max(
         flat = flat * sizes[axis] + places.reshape(shape)
     flat = flat.reshape(*lead, math.prod(outputs), math.prod(windows))
     elements = jnp.take_along_axis(
-        lines.reshape(*lead, -1), flat.reshape(*lead, -1), axis=-1
+        lines.reshape(*lead, math.prod(sizes)),
+        flat.reshape(*lead, math.prod(outputs) * math.prod(windows)),
+        axis=-1,
     ).reshape(flat.shape)
     best = jnp.argmax(lax.stop_gradient(elements), -1, keepdims=True)
     shape = (*lead, *outputs) if batched else (lead[1], *outputs)
