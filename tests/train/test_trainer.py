@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 from headrace.config import ClassificationConfig, SFTConfig
 from headrace.errors import CheckpointError, ConfigError, DataError, TrainingError
-from headrace.train import SFTTrainer, durable
+from headrace.train import SFTTrainer, durable, programs
 from headrace.train.checkpoint import list_checkpoints
 
 pytestmark = [
@@ -268,6 +268,21 @@ def test_full_disk_at_the_end_is_an_error(
     monkeypatch.setattr(durable, "_put", _Full(9))
     with pytest.raises(CheckpointError, match="is full"):
         trainer.train()
+
+
+def test_memory_need_is_compared_before_the_first_step(
+    finished: tuple[SFTTrainer, Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = finished[0]
+    assert trainer._programs is not None
+    trainer._programs.prepare_largest(trainer.train_state)
+    monkeypatch.setattr(programs, "_memory_limit", lambda: 1)
+    with pytest.raises(TrainingError, match=r"the training step needs .* GiB, the device has"):
+        trainer._programs.prepare_largest(trainer.train_state)
+    monkeypatch.setattr(programs, "_memory_limit", lambda: None)
+    auto = replace(trainer.run, config=trainer.args.replace(activation_checkpointing="auto"))
+    made = programs.Programs(auto, trainer.train_state, on_compile=print)
+    assert made.remat == "none" and "no memory limit is known" in made.notes[0]
 
 
 def test_training_again_goes_on_from_the_weights(
