@@ -84,7 +84,14 @@ def test_lora_classifier_saves_its_head(tmp_path: Path) -> None:
     out = tmp_path / "out"
     trainer = ClassificationTrainer(
         folder,
-        config(out, max_steps=8, eval_strategy="no", save_strategy="no"),
+        config(
+            out,
+            max_steps=8,
+            eval_strategy="no",
+            save_strategy="no",
+            warmup_steps=0,
+            learning_rate=2e-2,
+        ),
         train_dataset=tiny.label_rows(90),
         peft_config=LoraConfig(r=4, target_modules=["query", "value"]),  # no task_type, as many do
     )
