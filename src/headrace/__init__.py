@@ -14,17 +14,36 @@ if TYPE_CHECKING:
     from headrace.bridge import check as check
     from headrace.bridge import compile as compile
     from headrace.bridge import to_jax as to_jax
+    from headrace.config import ClassificationConfig as ClassificationConfig
+    from headrace.config import SFTConfig as SFTConfig
+    from headrace.train import ClassificationTrainer as ClassificationTrainer
+    from headrace.train import SFTTrainer as SFTTrainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CheckReport": "headrace.bridge",
+    "ClassificationConfig": "headrace.config",
+    "ClassificationTrainer": "headrace.train",
     "JaxModule": "headrace.bridge",
+    "SFTConfig": "headrace.config",
+    "SFTTrainer": "headrace.train",
     "check": "headrace.bridge",
     "compile": "headrace.bridge",
     "to_jax": "headrace.bridge",
 }
-__all__ = ["CheckReport", "JaxModule", "__version__", "check", "compile", "to_jax"]
+__all__ = [
+    "CheckReport",
+    "ClassificationConfig",
+    "ClassificationTrainer",
+    "JaxModule",
+    "SFTConfig",
+    "SFTTrainer",
+    "__version__",
+    "check",
+    "compile",
+    "to_jax",
+]
 
 
 def __getattr__(name: str) -> Any:

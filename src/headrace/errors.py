@@ -4,7 +4,7 @@
     ├── ConfigError(ValueError)        a setting is unknown, wrong or in conflict with another
     ├── DataError(ValueError)          a dataset, file, row or column is not what is needed
     ├── CaptureError                   a model could not be turned into a JAX program
-    │   └── UnsupportedOpsError        operators without a rule, all of them with where they are used
+    │   └── UnsupportedOpsError        operators without a rule, with where they are used
     ├── AdapterError(ValueError)       LoRA targets that match nothing, adapters that do not fit
     ├── CheckpointError                a checkpoint is missing, damaged or of another run
     └── TrainingError                  the run itself went wrong (loss is not finite, ...)

@@ -1,8 +1,8 @@
 """Tiny random models of the families that must pass, built from their configs alone.
 
 Every entry gives a fresh model in train mode with dropout 0 and the keyword inputs of one training
-step, labels included. Sizes are small but keep what is special: grouped heads, sliding and full layers,
-shared keys and values, several experts.
+step, labels included. Sizes are small but keep what is special: grouped heads, sliding and full
+layers, shared keys and values, several experts.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 transformers lets attention and mask functions be registered by name. While a model is captured both
 point here, so a layer's attention becomes one `headrace::attention` node and its mask one
-`headrace::mask` node that *says* its pattern (causal, window, padding, segments) instead of building
-[B, 1, T, S] booleans. Masks with a pattern we do not know are built as transformers builds them.
+`headrace::mask` node that *says* its pattern (causal, window, padding, segments) instead of
+building [B, 1, T, S] booleans. Masks with a pattern we do not know are built as transformers builds
+them.
 
 Knows: transformers' interfaces, mask patterns. Does not know: JAX.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +84,8 @@ def reference_attention(
 ) -> Tensor:
     """softmax(query·keyᵀ·scale + mask + bias)·value for query [B,N,T,H], key/value [B,K,S,H].
 
-    What the operator means, in plain torch; `headrace check` compares against it. It has no dropout (a
-    comparison needs none). `softcap` = 0 is none; `layer` is the model's own layer index.
+    What the operator means, in plain torch; `headrace check` compares against it. It has no dropout
+    (a comparison needs none). `softcap` = 0 is none; `layer` is the model's own layer index.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -140,8 +141,8 @@ class Pattern:
 def recognise(mask_function: Callable[..., Any]) -> Pattern | None:
     """The pattern of a mask function built by transformers' own combinators, else None.
 
-    The functions carry no description, so their closures are read; anything unknown gives None and the
-    caller lets transformers build the dense mask.
+    The functions carry no description, so their closures are read; anything unknown gives None and
+    the caller lets transformers build the dense mask.
     """
     if mask_function is masking_utils.causal_mask_function:
         return Pattern(causal=True)
@@ -160,7 +161,8 @@ def recognise(mask_function: Callable[..., Any]) -> Pattern | None:
         case "packed_sequence_mask_function":
             return Pattern(segments=free["packed_sequence_mask"])
         case "remap_positions_for_packed_sequence":
-            # Positions restart with the segment, so comparing them inside one segment is comparing indices.
+            # Positions restart with the segment, so comparing them inside one segment is comparing
+            # indices.
             return recognise(free["mask_function"])
         case _:
             return None
@@ -182,32 +184,33 @@ def _mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """transformers' mask interface: one `headrace::mask` node, or the dense mask for unknown patterns."""
+    """transformers' mask interface: one `headrace::mask` node, or the dense mask for unknown
+    patterns.
+    """
     pattern = recognise(mask_function)
     known = (
         pattern is not None
         and pattern.causal is not None
         and not (pattern.causal_window and not pattern.causal)
         and not (pattern.window and pattern.causal)
-        and isinstance(q_offset, int)
+        and not isinstance(q_offset, torch.Tensor)
         and q_offset == kv_offset == 0
     )
     if not known:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        kwargs |= {"q_offset": q_offset, "kv_offset": kv_offset}
         return masking_utils.sdpa_mask(
             batch_size,
             q_length,
             kv_length,
-            q_offset,
-            kv_offset,
-            mask_function,
-            attention_mask,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
             **kwargs,
         )
     assert pattern is not None
@@ -262,18 +265,23 @@ AttentionMaskInterface.register(NAME, _mask)
 
 
 def _supported(model: PreTrainedModel) -> bool:
-    """Whether the model's attention goes through the interface (its class says so, or has none of its own)."""
-    if not type(model)._can_set_attn_implementation():
+    """Whether the model's attention goes through the interface (its class says so, or has none of
+    its own).
+    """
+    if not type(model)._can_set_attn_implementation():  # pyright: ignore[reportPrivateUsage]
         return False
     flagged = getattr(model, "_supports_attention_backend", False)
     return bool(flagged or getattr(model, "_supports_sdpa", False))
 
 
 @contextlib.contextmanager
-def attention_as_operator(module: torch.nn.Module, *, enabled: bool = True) -> Iterator[str | None]:
+def attention_as_operator(
+    module: torch.nn.Module, *, enabled: bool = True
+) -> Generator[str | None]:
     """Switch every transformers model inside `module` to our attention while capturing.
 
-    Yields the reason when a model keeps its own attention code, else None; restores everything on exit.
+    Yields the reason when a model keeps its own attention code, else None; restores everything on
+    exit.
     """
     models = [m for m in module.modules() if isinstance(m, PreTrainedModel)]
     configs = _configs(models)
@@ -311,14 +319,14 @@ def _configs(models: list[PreTrainedModel]) -> list[Any]:
 
 
 def _switch(model: PreTrainedModel) -> None:
-    model.config._attn_implementation_internal = NAME
+    model.config._attn_implementation_internal = NAME  # pyright: ignore[reportPrivateUsage]
     for config in _configs([model]):
         config._attn_implementation_internal = NAME
 
 
 def _static_experts(model: PreTrainedModel) -> None:
     """Route experts by grouped matmul: the eager form loops over the experts that were hit."""
-    if type(model)._can_set_experts_implementation():
+    if type(model)._can_set_experts_implementation():  # pyright: ignore[reportPrivateUsage]
         for config in _configs([model]):
             if hasattr(config, "_experts_implementation_internal"):
                 config._experts_implementation_internal = "grouped_mm"

@@ -1,24 +1,26 @@
 """A module and example inputs -> a functional `Program`, through torch.export.
 
-Knows: torch.export, dynamic dims, tied weights, which operators must be decomposed. Does not know: JAX
-values, loops. The module may live on the meta device; no weight is read here.
+Knows: torch.export, dynamic dims, tied weights, which operators must be decomposed. Does not know:
+JAX values, loops. The module may live on the meta device; no weight is read here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import inspect
+import io
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import redirect_stderr
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind as TorchInputKind
 from torch.export.graph_signature import OutputKind
 from torch.overrides import TorchFunctionMode
@@ -41,8 +43,9 @@ def capture(
 ) -> Program:
     """Capture `module(*args, **kwargs)` in its present train/eval mode.
 
-    Batch (dim 0 of every tensor) and sequence (dim 1 of token-like tensors) stay symbolic when the model
-    allows it; otherwise the shapes of the example are fixed and the log says why. Costs one trace (about
+    Batch (dim 0 of every tensor) and sequence (dim 1 of token-like tensors) stay symbolic when the
+    model allows it; otherwise the shapes of the example are fixed and the log says why. Costs one
+    trace (about
     0.3 s a transformer layer on one core) and no weight memory.
 
     Raises:
@@ -59,7 +62,7 @@ def capture(
     exported = _functional(exported)
     program = _program(module, exported, notes)
     record = PassRecord(name="capture", seconds=time.perf_counter() - start, notes=tuple(notes))
-    return Program(**{**vars(program), "history": (record,)})
+    return replace(program, history=(record,))
 
 
 def _example(value: Any) -> Any:
@@ -78,7 +81,8 @@ def _check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         if not isinstance(leaf, (torch.Tensor, int, float, bool, str, type(None)))
     ]
     problems += [
-        f"  {pytree.keystr(path)}: {leaf.layout if leaf.layout != torch.strided else leaf.dtype} tensor"
+        f"  {pytree.keystr(path)}: {leaf.layout if leaf.layout != torch.strided else leaf.dtype} "
+        f"tensor"
         for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]
         if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_quantized)
     ]
@@ -86,12 +90,13 @@ def _check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         raise TypeError(
             f"{type(module).__name__} got example inputs that cannot be captured:\n"
             + "\n".join(problems)
-            + "\nInputs are dense torch tensors, numbers, strings, None, or dicts and lists of them."
+            + "\nInputs are dense torch tensors, numbers, strings, None, or dicts and lists of "
+            "them."
         )
 
 
 def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Ask Hugging Face models not to return a key/value cache: it is no part of a training program."""
+    """Ask Hugging Face models for no key/value cache: it is no part of a training program."""
     has_cache = getattr(getattr(module, "config", None), "use_cache", None)
     if has_cache and "use_cache" not in kwargs and "use_cache" in _parameters(module):
         return {**kwargs, "use_cache": False}
@@ -111,13 +116,16 @@ def _export(
     attention: bool,
     notes: list[str],
 ) -> torch.export.ExportedProgram:
-    """Export with as much freedom as the model allows: ours first, then the model's own attention, then static."""
+    """Export with as much freedom as the model allows: ours first, then the model's own attention,
+    then static.
+    """
     attempts = [
         (a, d)
         for d in ([True, False] if dynamic else [False])
         for a in ([True, False] if attention else [False])
     ]
     errors: list[str] = []
+    last: Exception | None = None
     for use_attention, use_dynamic in attempts:
         shapes = _dynamic_shapes(module, args, kwargs) if use_dynamic else None
         try:
@@ -147,7 +155,8 @@ def _export(
         f"{type(module).__name__} could not be captured by torch.export.\n"
         f"  {errors[0]}\n"
         "Needed: a forward whose Python does not branch on tensor values. "
-        "Run `headrace check` on the model for where it happens, or set the option that avoids that branch."
+        "Run `headrace check` on the model for where it happens, or set the option that avoids "
+        "that branch."
     ) from last
 
 
@@ -160,7 +169,7 @@ def _first_lines(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _tracing() -> Iterator[None]:
+def _tracing() -> Generator[None]:
     # A failed attempt makes the exporter print its whole graph; the reason is in the exception.
     noisy = logging.getLogger("torch")
     level = noisy.level
@@ -176,8 +185,8 @@ def _tracing() -> Iterator[None]:
 class _ConstantDraws(TorchFunctionMode):
     """`torch.rand([]) < 0.0` is False for every draw.
 
-    Encoder-decoders skip layers with `if torch.rand([]) < self.layerdrop`; with layerdrop = 0 the branch
-    never depends on the draw, but the exporter cannot know.
+    Encoder-decoders skip layers with `if torch.rand([]) < self.layerdrop`; with layerdrop = 0 the
+    branch never depends on the draw, but the exporter cannot know.
     """
 
     def __init__(self) -> None:
@@ -208,23 +217,15 @@ def _dynamic_shapes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         token_like = not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
         return {0: auto, 1: auto} if leaf.ndim == 2 and token_like else {0: auto}
 
-    positional = pytree.tree_map(dims, args)
-    keywords = pytree.tree_map(dims, kwargs)
-    if not positional:
-        return keywords
-    names = list(inspect.signature(module.forward).parameters.values())
-    by_name: dict[str, Any] = {}
-    for i, value in enumerate(positional):
-        parameter = names[min(i, len(names) - 1)]
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            by_name[parameter.name] = tuple(positional[i:])
-            break
-        by_name[parameter.name] = value
-    return by_name | keywords
+    # Keyed as the exporter wants it: by the names of forward, PEFT's **kwargs included.
+    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    return pytree.tree_map(dims, dict(bound))
 
 
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Rewrite mutation away and decompose what has no rule; a graph that needs neither is left alone."""
+    """Rewrite mutation away and decompose what has no rule; a graph that needs neither is left
+    alone.
+    """
     for _ in range(4):
         table = _decompositions(exported)
         if not (table or _mutates(exported)):
@@ -241,7 +242,7 @@ def _calls(exported: torch.export.ExportedProgram) -> list[torch.fx.Node]:
         for graph_module in exported.graph_module.modules()
         if isinstance(graph_module, torch.fx.GraphModule)
         for node in graph_module.graph.nodes
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+        if node.op == "call_function" and isinstance(node.target, OpOverload)
     ]
 
 
@@ -253,22 +254,28 @@ def _mutates(exported: torch.export.ExportedProgram) -> bool:
 
 
 def _updates_statistics(node: torch.fx.Node) -> bool:
-    """Batch norm in training mode writes its running statistics although its schema does not say so."""
-    flags = {torch.ops.aten.batch_norm.default: 5, torch.ops.aten.instance_norm.default: 5}
+    """Batch norm in training mode writes its running statistics although its schema does not say
+    so.
+    """
+    flags: dict[Any, int] = {
+        torch.ops.aten.batch_norm.default: 5,
+        torch.ops.aten.instance_norm.default: 5,
+    }
     return node.target in flags and bool(node.args[flags[node.target]]) and node.args[3] is not None
 
 
 def _decompositions(exported: torch.export.ExportedProgram) -> dict[Any, Any]:
+    used: set[Any] = {n.target for n in _calls(exported)}
     missing = {
-        n.target
-        for n in _calls(exported)
-        if lookup(n.target) is None and not n.target._schema.is_mutable
-    }  # pyright: ignore
-    missing -= {op for op in missing if op.namespace not in ("aten", "prims")}  # pyright: ignore
+        op
+        for op in used
+        if lookup(op) is None and not op._schema.is_mutable and op.namespace in ("aten", "prims")
+    }
     if not missing:
         return {}
-    # Only the core table: PyTorch's further decompositions end in `prims`, which alias their inputs.
-    known = dict(torch.export.default_decompositions().items())
+    # Only the core table: PyTorch's further decompositions end in `prims`, which alias their
+    # inputs.
+    known: dict[Any, Any] = dict(torch.export.default_decompositions().items())
     return {op: known[op] for op in missing if op in known}
 
 
@@ -340,7 +347,7 @@ def _drop_outputs(graph: torch.fx.Graph, drop: list[bool]) -> None:
 
 
 def _user_paths(exported: torch.export.ExportedProgram) -> Iterator[str]:
-    spec = exported.call_spec.in_spec
+    spec: Any = exported.call_spec.in_spec
     tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     for path, _ in pytree.tree_flatten_with_path(tree)[0]:
         yield _path_name(path)
@@ -356,7 +363,9 @@ def _path_name(path: tuple[Any, ...]) -> str:
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:
-    """Further names of a tied parameter or buffer -> the first one, which is the name that is stored."""
+    """Further names of a tied parameter or buffer -> the first one, which is the name that is
+    stored.
+    """
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     everything = [

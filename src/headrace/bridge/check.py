@@ -1,7 +1,8 @@
 """Does the JAX program agree with PyTorch, and where do they first part? `hr.check` is its door.
 
-Two comparisons. The whole model: outputs and every gradient against eager torch. Operator by operator:
-each node gets the values torch computed, so an error is named where it is made and does not spread; its
+Two comparisons. The whole model: outputs and every gradient against eager torch. Operator by
+operator: each node gets the values torch computed, so an error is named where it is made and does
+not spread; its
 vector-Jacobian product is compared with torch autograd's for the same random cotangent.
 
 Evaluation mode of dropout is used throughout: two random generators cannot agree.
@@ -10,7 +11,7 @@ Evaluation mode of dropout is used throughout: two random generators cannot agre
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -28,7 +29,8 @@ from headrace.bridge.program import Program
 
 _OUTPUT_TOLERANCE = 1e-5
 _GRADIENT_TOLERANCE = 1e-4
-# A gradient that is zero but for rounding (a key bias under softmax) is measured against the model's largest.
+# A gradient that is zero but for rounding (a key bias under softmax) is measured against the
+# model's largest.
 _FLOOR = 1e-3
 
 
@@ -43,7 +45,8 @@ class Disagreement:
     error: float
 
     def __str__(self) -> str:
-        return f"{self.operator} ({self.node}, in {self.module}): {self.what} differs by {self.error:.2e}"
+        where = f"{self.operator} ({self.node}, in {self.module})"
+        return f"{where}: {self.what} differs by {self.error:.2e}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,8 @@ class CheckReport:
     """What `check` found. Errors are the largest difference divided by the largest torch magnitude,
     for gradients at least by 1e-3 of the largest gradient in the model.
 
-    `ok` is the verdict: outputs within 1e-5 and gradients within 1e-4 in float32 (bfloat16: 2e-2, 5e-2).
+    `ok` is the verdict: outputs within 1e-5 and gradients within 1e-4 in float32 (bfloat16: 2e-2,
+    5e-2).
     """
 
     model: str
@@ -94,7 +98,8 @@ def check(model: nn.Module, example_inputs: Any, *, operators: bool | None = Non
 
     Args:
         model: a module with weights on the CPU; its mode is kept, dropout is taken as the identity.
-        example_inputs: as for `to_jax`; if an output is named `loss` gradients are of it, else of the sum of
+        example_inputs: as for `to_jax`; if an output is named `loss` gradients are of it, else of
+        the sum of
             all floating-point outputs weighted by fixed random numbers.
         operators: run the operator-by-operator comparison; default: only when the model disagrees.
 
@@ -127,14 +132,16 @@ def check(model: nn.Module, example_inputs: Any, *, operators: bool | None = Non
     )
     if operators or (operators is None and not report.ok):
         found = compare_operators(model, example_inputs)
-        report = CheckReport(**{**vars(report), "disagreements": tuple(found)})
+        report = replace(report, disagreements=tuple(found))
     return report
 
 
 def compare_operators(
     model: nn.Module, example_inputs: Any, *, tolerance: float | None = None
 ) -> list[Disagreement]:
-    """Every operator of the unrolled program against torch, each on torch's own inputs, in graph order."""
+    """Every operator of the unrolled program against torch, each on torch's own inputs, in graph
+    order.
+    """
     jm = to_jax(model, example_inputs, roll=False)
     args, kwargs = jm.example(example_inputs)
     values = _torch_values(jm, pytree.tree_flatten((args, kwargs))[0])
@@ -154,7 +161,9 @@ def compare_operators(
 
 
 def relative_error(expected: np.ndarray, actual: Any, floor: float = 0.0) -> float:
-    """max|actual - expected| / max(max|expected|, floor) in float64; inf for another shape or lone NaN."""
+    """max|actual - expected| / max(max|expected|, floor) in float64; inf for another shape or lone
+    NaN.
+    """
     got = np.asarray(actual).astype(np.float64)
     want = expected.astype(np.float64)
     if got.shape != want.shape or (np.isnan(got) != np.isnan(want)).any():
@@ -204,7 +213,9 @@ def _weights(shape: Any) -> np.ndarray:
 
 
 def _scalar(outputs: Mapping[str, Any]) -> Any:
-    """The number that is differentiated: the loss if there is one, else a weighted sum of the outputs."""
+    """The number that is differentiated: the loss if there is one, else a weighted sum of the
+    outputs.
+    """
     loss = next((v for k, v in outputs.items() if k in ("['loss']", ".loss")), None)
     if loss is not None:
         return loss
@@ -301,7 +312,7 @@ def _compare_node(
     try:
         values = tuple(jax_env[n] for n in floating)
         got, vjp = jax.vjp(call, *values) if _differentiable(result) else (call(*values), None)
-    except Exception as error:  # noqa: BLE001 whatever a rule raises is what the report is about
+    except Exception as error:
         return [
             Disagreement(
                 node=node.name,

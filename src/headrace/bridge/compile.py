@@ -15,15 +15,15 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from headrace.bridge.dtypes import tensor_to_jax, jax_to_tensor
+from headrace.bridge.dtypes import jax_to_tensor, tensor_to_jax
 from headrace.bridge.module import JaxModule, to_jax
 
 
 class CompiledModule:
     """A module that runs through XLA; call it as the module itself. Made by `compile`.
 
-    One capture serves every batch and sequence length that the model leaves free; each new shape costs
-    one XLA compilation, kept in JAX's caches. Random operators follow `torch.manual_seed`.
+    One capture serves every batch and sequence length that the model leaves free; each new shape
+    costs one XLA compilation, kept in JAX's caches. Random operators follow `torch.manual_seed`.
     """
 
     def __init__(self, module: nn.Module) -> None:

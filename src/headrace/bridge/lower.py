@@ -18,12 +18,14 @@ import sympy
 import torch
 import torch.fx as fx
 from jax.ad_checkpoint import checkpoint_name
+from torch._ops import OpOverload
 
 from headrace.bridge.dtypes import to_jax_dtype
 from headrace.bridge.masks import MaskSpec, attention_rule, mask_rule
 from headrace.bridge.ops.registry import Rule, lookup
 from headrace.bridge.program import Loop, Program
 from headrace.errors import UnsupportedOpsError
+from headrace.kernels import ATTENTION_RESIDUALS
 
 RematPolicy = Literal["none", "full", "dots", "attention", "offload"]
 Array = jax.Array
@@ -34,7 +36,8 @@ _LAYER_ARGUMENT = 10  # of headrace::attention
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How one program is run: what is random, what is recomputed, what the batch says about attention.
+    """How one program is run: what is random, what is recomputed, what the batch says about
+    attention.
 
     rng: key for every operator that draws; None when the program draws nothing.
     train: False turns dropout off and makes batch norm use its running statistics.
@@ -50,14 +53,18 @@ class Settings:
 
 
 class LoweringMismatch(AssertionError):
-    """A rule gave another shape or dtype than PyTorch: a mistake of ours, with the node that shows it."""
+    """A rule gave another shape or dtype than PyTorch: a mistake of ours, with the node that shows
+    it.
+    """
 
 
 def check_supported(program: Program) -> None:
-    """Refuse a program with operators that have no rule, listing all of them with where they are used."""
+    """Refuse a program with operators that have no rule, listing all of them with where they are
+    used.
+    """
     missing: dict[str, list[fx.Node]] = {}
     for node in program.nodes():
-        if isinstance(node.target, torch._ops.OpOverload) and _own_rule(node) is None:
+        if isinstance(node.target, OpOverload) and _own_rule(node) is None:
             missing.setdefault(str(node.target), []).append(node)
     if not missing:
         return
@@ -83,7 +90,7 @@ def place(node: fx.Node) -> str:
 
 
 def _own_rule(node: fx.Node) -> Any:
-    special = {
+    special: dict[Any, Any] = {
         _HEADRACE.mask.default: mask_rule,
         _HEADRACE.attention.default: attention_rule,
         torch.ops.aten.sym_size.int: int,
@@ -134,9 +141,9 @@ def _interpret(graph: fx.Graph, env: dict[fx.Node, Any], settings: Settings) -> 
 def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> Any:
     """The value of one node when those of its inputs are in `env`."""
     # fx.map_arg turns lists into immutable ones and keeps slices; values are looked up as they are.
-    args = fx.map_arg(node.args, lambda n: env[n])
-    kwargs = dict(fx.map_arg(node.kwargs, lambda n: env[n]))
-    target = node.target
+    args: Any = fx.map_arg(node.args, lambda n: env[n])
+    kwargs: Any = dict(fx.map_arg(node.kwargs, lambda n: env[n]))  # pyright: ignore[reportArgumentType]
+    target: Any = node.target
     if isinstance(target, Loop):
         return _run_loop(target, args, settings)
     if target is _HEADRACE.mask.default:
@@ -150,8 +157,8 @@ def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> 
     args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=_is_mask)
     if target is torch.ops.aten.sym_size.int:
         return int(args[0].shape[args[1]])
-    if not isinstance(target, torch._ops.OpOverload):
-        return target(*args, **kwargs)  # pyright: ignore  Python arithmetic on sizes, getitem
+    if not isinstance(target, OpOverload):
+        return target(*args, **kwargs)  # Python arithmetic on sizes, getitem
     rule = lookup(target)
     if rule is None:
         raise UnsupportedOpsError(f"{target} has no JAX rule ({place(node)})")
@@ -173,7 +180,8 @@ def _apply_rule(
     except Exception as error:
         error.add_note(f"while lowering {node.target} as {node.name} {place(node)}")
         raise
-    # The record is of training: batch norm saves no statistics in evaluation mode, its first result is equal.
+    # The record is of training: batch norm saves no statistics in evaluation mode, its first result
+    # is equal.
     values_only = settings.train is False and isinstance(result, tuple)
     _compare(node, result[:1] if values_only else result, settings)
     return result
@@ -258,14 +266,15 @@ def _compare_one(node: fx.Node, record: torch.Tensor, result: Any, settings: Set
     dtype = to_jax_dtype(record.dtype)
     if not same or getattr(result, "dtype", None) != dtype:
         raise LoweringMismatch(
-            f"{node.target} ({node.name}, {place(node)}) gave {getattr(result, 'dtype', type(result))}{list(got)}; "
+            f"{node.target} ({node.name}, {place(node)}) gave "
+            f"{getattr(result, 'dtype', type(result))}{list(got)}; "
             f"PyTorch records {dtype}{[s if s is not None else '?' for s in shape]}. "
             "This is a mistake in Headrace's rule; please report it with the model's name."
         )
 
 
 def _size(size: Any, settings: Settings) -> int | None:
-    """The concrete size of a recorded dimension, None when a symbol in it is not bound by an input."""
+    """The concrete size of a recorded dimension, None when an input does not bind it."""
     if isinstance(size, int):
         return size
     expression = size.node.expr
@@ -308,10 +317,10 @@ def _remat(body: Callable[..., Any], policy: RematPolicy, *, in_loop: bool) -> C
     chosen = {
         "full": policies.nothing_saveable,
         "dots": policies.dots_with_no_batch_dims_saveable,
-        "attention": policies.save_only_these_names("attention"),
+        "attention": policies.save_only_these_names("attention", ATTENTION_RESIDUALS),
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
-            names_which_can_be_offloaded=["attention"],
+            names_which_can_be_offloaded=["attention", ATTENTION_RESIDUALS],
             offload_src="device",
             offload_dst="pinned_host",
         ),

@@ -6,7 +6,7 @@ something other than attention reads it. Shapes: B = batch, N = query heads, T =
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,9 @@ Array = jax.Array
 
 @dataclass(frozen=True, kw_only=True)
 class MaskSpec:
-    """A mask by its meaning. `window` 0 is none; `padding` [B, S] is True for real keys; equal `segments` attend."""
+    """A mask by its meaning. `window` 0 is none; `padding` [B, S] is True for real keys; equal
+    `segments` attend.
+    """
 
     batch_size: int
     q_length: int
@@ -90,7 +92,7 @@ def attention_rule(
         if segment_ids is not None and mask.q_length == mask.kv_length:
             segments = segment_ids
         if bias is not None:
-            allowed = MaskSpec(**{**vars(mask), "segments": segments}).dense()
+            allowed = replace(mask, segments=segments).dense()
             options["mask"] = jnp.where(allowed, bias, jnp.finfo(bias.dtype).min)
             return attention(query, key_, value, causal=False, **options)
         options |= {

@@ -1,6 +1,7 @@
 """A captured module as a pure JAX function: `to_jax`, `JaxModule`, `Layout`.
 
-Knows: names, stored form of weights, pytrees of inputs and outputs, re-capture for new static shapes.
+Knows: names, stored form of weights, pytrees of inputs and outputs, re-capture for new static
+shapes.
 Does not know: training, devices, files.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from headrace.bridge import lower
 from headrace.bridge.capture import capture
@@ -38,7 +39,8 @@ class Layout:
     """Stored keys <-> PyTorch names.
 
     `keys[key]` is the tuple of names behind a stored array: one for an ordinary tensor, several for
-    repeated layers stacked on axis 0. `tied` maps the further names of a tied weight to the stored one.
+    repeated layers stacked on axis 0. `tied` maps the further names of a tied weight to the stored
+    one.
     """
 
     keys: Mapping[str, tuple[str, ...]]
@@ -46,7 +48,9 @@ class Layout:
     trainable: frozenset[str]
 
     def stack(self, by_name: Mapping[str, Any]) -> dict[str, Any]:
-        """Stored form of tensors given by PyTorch name. Copies stacked ones; KeyError lists what is missing."""
+        """Stored form of tensors given by PyTorch name. Copies stacked ones; KeyError lists what is
+        missing.
+        """
         missing = [n for names in self.keys.values() for n in names if n not in by_name]
         if missing:
             raise KeyError(f"{len(missing)} tensors are missing: {', '.join(missing[:8])}")
@@ -56,7 +60,7 @@ class Layout:
         }
 
     def unstack(self, stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors by PyTorch name from any subset of the stored form; tied names are not repeated."""
+        """Tensors by PyTorch name from any subset of the stored form, tied ones once."""
         found: dict[str, Any] = {}
         for key, value in stored.items():
             names = self.keys[key]
@@ -74,8 +78,8 @@ def _stack(values: list[Any]) -> Any:
 class JaxModule:
     """One captured module: pure `apply`, initial values, and the names of everything.
 
-    `apply` is a function of arrays only, so `jax.jit`, `jax.grad`, `jax.vmap` over parameters and sharding
-    work on it as on any other. Made by `to_jax`.
+    `apply` is a function of arrays only, so `jax.jit`, `jax.grad`, `jax.vmap` over parameters and
+    sharding work on it as on any other. Made by `to_jax`.
     """
 
     program: Program
@@ -88,7 +92,9 @@ class JaxModule:
     _variants: dict[Any, Program] = field(default_factory=dict)
 
     def params(self) -> dict[str, Array]:
-        """Parameters of the torch module in stored form (copies them; raises CaptureError for meta weights)."""
+        """Parameters of the torch module in stored form (copies them; raises CaptureError for meta
+        weights).
+        """
         return self._values(self.layout, dict(self.module.named_parameters(remove_duplicate=False)))
 
     def buffers(self) -> dict[str, Array]:
@@ -102,7 +108,8 @@ class JaxModule:
         meta = [n for n in names if tensors[n].is_meta]
         if meta:
             raise CaptureError(
-                f"{len(meta)} tensors of {self.program.name} are on the meta device, the first is {meta[0]}.\n"
+                f"{len(meta)} tensors of {self.program.name} are on the meta device, the first "
+                f"is {meta[0]}.\n"
                 "Load weights into the module first, or pass your own arrays to apply()."
             )
         return {
@@ -128,19 +135,23 @@ class JaxModule:
 
         Args:
             params, buffers: stored form, see `params()` and `buffers()`.
-            args, kwargs: the module's own inputs as arrays; the same structure as the example inputs.
+            args, kwargs: the module's own inputs as arrays; the same structure as the example
+            inputs.
             rng: key for dropout and other draws; needed only if the program draws.
             train: False runs dropout and batch norm in evaluation mode; None as captured.
-            remat: what a layer keeps for the backward pass: none (keep all), full (keep only its input), dots
-                (keep matmul results), attention (keep attention results), offload (those, in host memory).
+            remat: what a layer keeps for the backward pass: none (keep all), full (keep only its
+            input), dots
+                (keep matmul results), attention (keep attention results), offload (those, in host
+                memory).
             segment_ids: int [B, T]; tokens attend within equal ids only (packed examples).
 
         Returns:
-            `(outputs, new_buffers)`; outputs have the module's own class (a transformers ModelOutput, a
-            tuple, …) with jax arrays inside.
+            `(outputs, new_buffers)`; outputs have the module's own class (a transformers
+            ModelOutput, a tuple, …) with jax arrays inside.
 
         Raises:
-            TypeError: inputs that differ in structure from the example, or a static shape that differs.
+            TypeError: inputs that differ in structure from the example, or a static shape that
+            differs.
         """
         kwargs = {**self._fixed_kwargs(kwargs), **kwargs}
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -159,7 +170,9 @@ class JaxModule:
         return self._results(program, results, buffers)
 
     def example(self, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Example inputs as `(args, kwargs)` with what capture added, ready to call the torch module."""
+        """Example inputs as `(args, kwargs)` with what capture added, ready to call the torch
+        module.
+        """
         args, kwargs = _split_example(example_inputs)
         return args, {**self._fixed_kwargs(kwargs), **kwargs}
 
@@ -184,9 +197,13 @@ class JaxModule:
             CaptureError: what follows the head is not token-wise; the message names the operator.
         """
         program, head = split_head(self.program)
-        cut = JaxModule(
-            **{**vars(self), "program": program, "head": head, "_variants": {}, "recapture": None}
-        )
+        whole = self.recapture
+
+        def recapture(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+            assert whole is not None
+            return split_head(whole(args, kwargs))[0]
+
+        cut = replace(self, program=program, head=head, _variants={}, recapture=whole and recapture)
         return cut, head
 
     def _fixed_kwargs(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,14 +284,17 @@ def to_jax(
     """Capture `model` once and return it as a pure JAX function.
 
     Args:
-        model: any `nn.Module`, in the mode (train or eval) that is to be captured; may be on the meta device.
+        model: any `nn.Module`, in the mode (train or eval) that is to be captured; may be on the
+        meta device.
         example_inputs: keyword inputs as a dict, positional ones as a tuple, or `(args, kwargs)`.
             Values do not matter, shapes only where the model fixes them.
         dynamic: keep batch and sequence symbolic where the model allows it.
-        roll: run repeated layers as loops, proved equal node by node; the log says why when they are not.
+        roll: run repeated layers as loops, proved equal node by node; the log says why when they
+        are not.
 
     Raises:
-        CaptureError: the forward cannot be captured; UnsupportedOpsError: operators without a rule, all listed.
+        CaptureError: the forward cannot be captured; UnsupportedOpsError: operators without a rule,
+        all listed.
 
     Example:
         >>> import torch, headrace as hr
@@ -313,7 +333,8 @@ def _split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(example)
     if not isinstance(example, tuple):
         raise TypeError(
-            f"example_inputs is a {type(example).__name__}; give a dict of keyword inputs, a tuple of positional ones, "
+            f"example_inputs is a {type(example).__name__}; give a dict of keyword inputs, a "
+            f"tuple of positional ones, "
             "or (args, kwargs)"
         )
     if len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], Mapping):
@@ -362,6 +383,10 @@ def _reorder(args: Any, kwargs: dict[str, Any], program: Program) -> tuple[Any, 
     return args, {name: kwargs[name] for name in names}
 
 
+def _sizes(record: torch.Tensor) -> list[Any]:
+    return list(record.shape)  # integers, or symbols the exporter left free
+
+
 def _check_arguments(program: Program, leaves: list[Any]) -> None:
     problems: list[str] = []
     nodes = [
@@ -370,7 +395,8 @@ def _check_arguments(program: Program, leaves: list[Any]) -> None:
     names = [i.names[0] for i in program.inputs if i.kind == "user"]
     if len(leaves) != len(nodes):
         raise TypeError(
-            f"{program.name} takes {len(nodes)} values ({', '.join(names)}); {len(leaves)} were given"
+            f"{program.name} takes {len(nodes)} values ({', '.join(names)}); {len(leaves)} were "
+            f"given"
         )
     for node, name, leaf in zip(nodes, names, leaves, strict=True):
         record = node.meta.get("val")
@@ -385,7 +411,7 @@ def _check_arguments(program: Program, leaves: list[Any]) -> None:
                 f"  {name} is a {type(leaf).__name__}; an array of {record.dtype} is needed"
             )
             continue
-        shape = [s if isinstance(s, int) else None for s in record.shape]
+        shape = [s if isinstance(s, int) else None for s in _sizes(record)]
         fits = len(shape) == len(leaf.shape) and all(
             s is None or s == g for s, g in zip(shape, leaf.shape, strict=True)
         )

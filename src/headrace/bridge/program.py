@@ -1,7 +1,7 @@
 """A captured model: one functional graph with named inputs and outputs.
 
-Knows: the graph, what each placeholder stands for, which outputs are new buffer values. Does not know:
-JAX, weights' values, training. A pass takes a `Program` and returns a `Program`.
+Knows: the graph, what each placeholder stands for, which outputs are new buffer values. Does not
+know: JAX, weights' values, training. A pass takes a `Program` and returns a `Program`.
 
 The graph is a `torch.fx.Graph` over ATen overloads, plus `Loop` nodes made by the roll pass. Every
 tensor node keeps the exporter's record of its shape and dtype in `node.meta["val"]`.
@@ -26,7 +26,8 @@ class Input:
     """What one placeholder stands for.
 
     `names` are PyTorch names: one for an ordinary tensor, several for a stack of repeated layers
-    (axis 0 in that order). For `kind="user"` it is the path of the argument, `input_ids` or `args[0]`.
+    (axis 0 in that order). For `kind="user"` it is the path of the argument, `input_ids` or
+    `args[0]`.
     """
 
     node: str
@@ -61,9 +62,11 @@ class PassRecord:
 class Loop:
     """`length` repeats of one body, as the target of a graph node.
 
-    The node's arguments are `carries + stacked + shared`; its result is a tuple of the final carries
-    followed by one stacked value for each entry of `num_collected`. The body takes the carries, one
-    slice of each stacked value and the shared values, and returns `carries + collected`.
+    The node's arguments are `carries + stacked + shared`; its result is a tuple of the final
+    carries followed by one stacked value for each entry of `num_collected`. The body takes the
+    carries, one
+    slice of each stacked value and the shared values, and returns `carries + collected`. With one
+    turn nothing is stacked: such a loop is a layer on its own, kept apart for the remat policies.
     """
 
     name: str
@@ -162,7 +165,8 @@ def run_pass(
 
 
 def verify(program: Program) -> None:
-    """Check what every pass must keep: a well-formed functional graph whose inputs are all explained.
+    """Check what every pass must keep: a well-formed functional graph whose inputs are all
+    explained.
 
     Raises `AssertionError`: a failure is our own mistake, never the user's.
     """
@@ -189,6 +193,8 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     mapping: dict[fx.Node, fx.Node] = {}
     result = new.graph_copy(graph, mapping, return_output_node=True)
     assert isinstance(result, tuple)
+    value: Any
+    old_output: Any
     value, old_output = result
     output = new.output(value)
     output.meta = dict(old_output.meta)

@@ -51,6 +51,11 @@ def target_platform(platform: Literal["tpu", "gpu", "cpu"]) -> Generator[None]:
         _target_platform.reset(token)
 
 
+def traced_platform() -> str:
+    """The platform that programs are traced for now: `target_platform`'s, else JAX's default."""
+    return _target_platform.get() or jax.default_backend()
+
+
 def attention(
     q_BNTH: Array,
     k_BKSH: Array,
@@ -155,7 +160,7 @@ def _obstacles(
 def _choose(
     obstacles: dict[Implementation, list[str]], num_queries: int, num_keys: int
 ) -> Implementation:
-    platform = _target_platform.get() or jax.default_backend()
+    platform = traced_platform()
     small = num_queries * num_keys < DENSE_SCORES or num_queries < DENSE_QUERIES
     if platform == "tpu" and not obstacles["splash"] and not small:
         return "splash"

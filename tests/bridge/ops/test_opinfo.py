@@ -12,16 +12,54 @@ from opinfo_cases import Verdict, cases, operators, run_case
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's own test helpers warn
 
-OPERATORS = """
-    addmm arange baddbmm cat clamp cumsum div.no_rounding_mode einsum expand gather index_add
-    index_put index_select masked_fill masked_scatter matmul mean mul nn.functional.avg_pool2d
-    nn.functional.batch_norm nn.functional.conv2d nn.functional.conv_transpose2d
-    nn.functional.cross_entropy nn.functional.embedding nn.functional.gelu
-    nn.functional.group_norm nn.functional.interpolate.bicubic nn.functional.layer_norm
-    nn.functional.linear nn.functional.nll_loss nn.functional.rms_norm
-    nn.functional.scaled_dot_product_attention nn.functional.silu pow repeat_interleave scatter
-    scatter_add slice_scatter softmax sort sum tanh topk tril var where
-""".split()
+OPERATORS = [
+    "addmm",
+    "arange",
+    "baddbmm",
+    "cat",
+    "clamp",
+    "cumsum",
+    "div.no_rounding_mode",
+    "einsum",
+    "expand",
+    "gather",
+    "index_add",
+    "index_put",
+    "index_select",
+    "masked_fill",
+    "masked_scatter",
+    "matmul",
+    "mean",
+    "mul",
+    "nn.functional.avg_pool2d",
+    "nn.functional.batch_norm",
+    "nn.functional.conv2d",
+    "nn.functional.conv_transpose2d",
+    "nn.functional.cross_entropy",
+    "nn.functional.embedding",
+    "nn.functional.gelu",
+    "nn.functional.group_norm",
+    "nn.functional.interpolate.bicubic",
+    "nn.functional.layer_norm",
+    "nn.functional.linear",
+    "nn.functional.nll_loss",
+    "nn.functional.rms_norm",
+    "nn.functional.scaled_dot_product_attention",
+    "nn.functional.silu",
+    "pow",
+    "repeat_interleave",
+    "scatter",
+    "scatter_add",
+    "slice_scatter",
+    "softmax",
+    "sort",
+    "sum",
+    "tanh",
+    "topk",
+    "tril",
+    "var",
+    "where",
+]
 KNOWN_FAILURES: dict[str, str] = {}
 
 

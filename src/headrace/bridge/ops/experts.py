@@ -1,4 +1,5 @@
-"""Mixture-of-experts operators: transformers' grouped matmul, and the histogram that sizes its groups.
+"""Mixture-of-experts operators: transformers' grouped matmul, and the histogram that sizes its
+groups.
 
 transformers registers `transformers::grouped_mm_fallback` for dtypes that `aten._grouped_mm`
 does not take; both mean the same: rows of group e, given by running offsets, times matrix e.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import torch
-import transformers.integrations.moe  # noqa: F401  registers the operator
+import transformers.integrations.moe  # noqa: F401  registers the operator  # pyright: ignore[reportUnusedImport]
 from jax import lax
 
 from headrace.bridge.ops.registry import lowers

@@ -1,7 +1,8 @@
 """Cut the graph at the LM head, so that the loss need not build [tokens, vocabulary].
 
-The head is the last `aten.linear` before the `logits` output. What follows it must be token-wise: casts,
-scaling, soft-capping (tanh); this is proved node by node. Everything else is refused with the operator's name.
+The head is the last `aten.linear` before the `logits` output. What follows it must be token-wise:
+casts, scaling, soft-capping (tanh); this is proved node by node. Everything else is refused with
+the operator's name.
 
 Shapes: D = hidden size, V = vocabulary.
 """
@@ -70,7 +71,8 @@ def split_head(program: Program) -> tuple[Program, Head]:
     while isinstance(node, fx.Node) and node.target is not aten.linear.default:
         if not _token_wise(node):
             raise CaptureError(
-                f"the logits of {program.name} go through {node.target} after the LM head, which is not known to be "
+                f"the logits of {program.name} go through {node.target} after the LM head, which "
+                f"is not known to be "
                 "token-wise; the loss is computed from whole logits"
             )
         tail.insert(0, node)
@@ -80,7 +82,8 @@ def split_head(program: Program) -> tuple[Program, Head]:
     keys = [_stored_key(w, by_node) for w in weights]
     if any(k is None for k, w in zip(keys, weights, strict=True) if w is not None):
         raise CaptureError(
-            f"the LM head of {program.name} is not a plain weight (an adapter or computation is on it); "
+            f"the LM head of {program.name} is not a plain weight (an adapter or computation is "
+            f"on it); "
             "the loss is computed from whole logits"
         )
     function = _tail_function(node, tail)

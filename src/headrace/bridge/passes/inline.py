@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._ops import HigherOrderOperator
 
 from headrace.errors import CaptureError
 
@@ -27,7 +28,9 @@ def inline_regions(module: fx.GraphModule) -> fx.Graph:
 
 
 def _copy_into(module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any]) -> Any:
-    """Copy all nodes but the output, whose value is returned; placeholders already in `env` are bound."""
+    """Copy all nodes but the output, whose value is returned; placeholders already in `env` are
+    bound.
+    """
 
     def load(arg: Any) -> Any:
         return fx.map_arg(arg, lambda n: env[n])
@@ -43,9 +46,10 @@ def _copy_into(module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any])
             env[node] = _inline(node, graph, env)
         elif node.target is operator.getitem and isinstance(env[node.args[0]], tuple):
             env[node] = env[node.args[0]][node.args[1]]
-        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        elif isinstance(node.target, HigherOrderOperator):
             raise CaptureError(
-                f"the model uses the control-flow operator {node.target.name()}, which has no rule yet.\n"
+                f"the model uses the control-flow operator {node.target.name()}, which has no "
+                f"rule yet.\n"
                 "Needed: a forward without torch.cond, torch.while_loop or autocast regions."
             )
         else:
@@ -88,16 +92,17 @@ def _grad_region(args: Any) -> tuple[Any, tuple[Any, ...], bool]:
 
 
 def _autocast_region(args: Any) -> tuple[Any, tuple[Any, ...], bool]:
-    device_type, dtype, enabled, cache, inner, *operands = args
+    device_type, dtype, enabled, _cache, inner, *operands = args
     if enabled:
         raise CaptureError(
-            f"the model turns on autocast ({device_type}, {dtype}) inside its forward, which has no rule.\n"
+            f"the model turns on autocast ({device_type}, {dtype}) inside its forward, which has "
+            f"no rule.\n"
             "Load the model in the dtype you want to compute in instead."
         )
     return inner, tuple(operands), False
 
 
-_REGIONS = {
+_REGIONS: dict[Any, Any] = {
     _HOPS.wrap_with_set_grad_enabled: _grad_region,
     _HOPS.wrap_with_autocast: _autocast_region,
 }

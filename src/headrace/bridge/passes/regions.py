@@ -1,7 +1,7 @@
 """Which nodes belong to which item of a numbered container (`model.layers` -> 0, 1, 2, …).
 
-The exporter writes the path of the module that made a node into `nn_module_stack`; a path component that
-is a number is an item of a ModuleList or Sequential. Shared by the roll pass and the checks.
+The exporter writes the path of the module that made a node into `nn_module_stack`; a path component
+that is a number is an item of a ModuleList or Sequential. Shared by the roll pass and the checks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from headrace.bridge.program import Loop
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """The nodes of one item, in graph order. `order` is its place among the regions, `index` its number."""
+    """The nodes of one item, in graph order. `order` is its place among the regions, `index` its
+    number.
+    """
 
     index: int
     order: int
@@ -24,7 +26,7 @@ class Region:
 
 
 def items_of(node: fx.Node) -> list[tuple[str, int]]:
-    """(container, number) for every numbered component of the node's module path, outermost first."""
+    """(container, number) for each numbered component of the module path, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
     parts = path.split("@")[0].split(".")
@@ -45,8 +47,8 @@ def containers(graph: fx.Graph) -> list[str]:
 def find_regions(graph: fx.Graph, container: str) -> list[Region]:
     """The container's items as contiguous stretches of the graph; empty if it has none.
 
-    Nodes between two items go to the item they precede. An item that comes back after another one (a
-    module called twice) makes a region of its own.
+    Nodes between two items go to the item they precede. An item that comes back after another one
+    (a module called twice) makes a region of its own.
     """
     stretches: list[tuple[int, list[fx.Node]]] = []
     between: list[fx.Node] = []

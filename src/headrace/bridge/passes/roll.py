@@ -1,8 +1,8 @@
 """Repeated layers become loops, by proof.
 
 Nodes are grouped by the numbered containers in `nn_module_stack` (`model.layers.3`). A run of items
-rolls into one `Loop` when every repeat is the same graph node by node: same operators, same constants,
-same recorded shapes and dtypes, and each value from outside the layer is one of
+rolls into one `Loop` when every repeat is the same graph node by node: same operators, same
+constants, same recorded shapes and dtypes, and each value from outside the layer is one of
 
     shared    the same node in every repeat (rotary tables, masks),
     stacked   a different tensor in each, equal in shape and dtype (the weights),
@@ -30,48 +30,73 @@ log = logging.getLogger(__name__)
 
 _MAX_PERIOD = 16
 _ATTENTION = torch.ops.headrace.attention.default
+_MASK = torch.ops.headrace.mask.default
 _MIN_NODES = (
     6  # smaller regions (an activation in an nn.Sequential) are not worth a loop of their own
 )
 
 
 def roll_layers(program: Program) -> tuple[Program, list[str]]:
-    """Program -> Program whose repeated layers are `Loop` nodes; notes say what rolled and what did not."""
+    """Program -> Program whose repeated layers are `Loop` nodes.
+
+    Notes say what rolled and what did not. Layers that stay alone become loops of one turn, so that
+    a remat policy applies to them too.
+    """
     notes: list[str] = []
-    done: set[str] = set()
+    done: list[str] = []
     while True:
         pending = [c for c in containers(program.graph) if c not in done]
         if not pending:
-            return program, notes
-        done.add(pending[0])
+            break
+        done.append(pending[0])
         program = _roll_container(program, pending[0], notes)
+    for container in reversed(done):  # inner containers first: a stage's blocks, not the stage
+        program = _outline(program, container)
+    return program, notes
 
 
 def _roll_container(program: Program, container: str, notes: list[str]) -> Program:
     graph, _ = copy_graph(program.graph)
-    regions = find_regions(graph, container)
-    if len(regions) < 2:
+    if len(find_regions(graph, container)) < 2:
         return program
-    hoist_between(graph, container, regions)
+    hoist_between(graph, container, find_regions(graph, container))
     regions = find_regions(graph, container)
     descriptions = _descriptions(regions)
     signatures = _signatures(descriptions)
-    start, rolled = 0, []
     program = replace(program, graph=graph)
     reasons: list[str] = []
-    while start < len(regions):
-        run = _longest_run(signatures, start)
-        plan = None
-        while run is not None and plan is None:
+    rolled: list[tuple[_Run, _Plan]] = []
+    stretches = [(0, len(regions))]
+    while stretches:
+        first, stop = stretches.pop()
+        run, plan = _longest_run(signatures, first, stop), None
+        while run is not None:
             plan = _plan(program, regions[run.start : run.stop], run.period, reasons)
-            run = run.shorter() if plan is None else run
+            if plan is not None:
+                break
+            run = run.shorter()
         if run is None or plan is None:
-            start = len(regions)
             continue
         program = _rewrite(program, container, regions, run, plan)
         rolled.append((run, plan))
-        start = run.stop
-    _report(container, regions, rolled, reasons or [_difference(regions, descriptions)], notes)
+        stretches += [(first, run.start), (run.stop, stop)]
+    reasons = reasons or [_difference(regions, descriptions)]
+    _report(container, regions, sorted(rolled, key=lambda x: x[0].start), reasons, notes)
+    return program
+
+
+def _outline(program: Program, container: str) -> Program:
+    """Each remaining item of the container as a loop of one turn, if only tensors leave it."""
+    graph, _ = copy_graph(program.graph)
+    program = replace(program, graph=graph)
+    for region in find_regions(graph, container):
+        inner = [n for n in region.nodes if isinstance(n.target, Loop)]
+        if inner or len(region.nodes) < _MIN_NODES:
+            continue
+        plan = _plan(program, [region], 1, [])
+        if plan is not None:
+            run = _Run(start=0, stop=1, period=1)
+            program = _rewrite(program, container, [region], run, plan)
     return program
 
 
@@ -150,13 +175,13 @@ def _read_by_several(regions: Sequence[Region]) -> set[fx.Node]:
     return {node for node, orders in readers.items() if len(orders) > 1}
 
 
-def _longest_run(signatures: Sequence[int], first: int) -> _Run | None:
+def _longest_run(signatures: Sequence[int], first: int, last: int) -> _Run | None:
+    """The run within `first..last` that covers most items, with the shortest period."""
     best: _Run | None = None
-    n = len(signatures)
-    for start in range(first, n):
-        for period in range(1, min(_MAX_PERIOD, (n - start) // 2) + 1):
+    for start in range(first, last):
+        for period in range(1, min(_MAX_PERIOD, (last - start) // 2) + 1):
             stop = start + period
-            while stop < n and signatures[stop] == signatures[stop - period]:
+            while stop < last and signatures[stop] == signatures[stop - period]:
                 stop += 1
             stop = start + (stop - start) // period * period
             run = _Run(start=start, stop=stop, period=period)
@@ -250,6 +275,10 @@ def _plan(
             _leaves_run(blocks[r][k], inside, r == len(blocks) - 1 and k in carried)
             for r in range(len(blocks))
         ):
+            node = blocks[0][k]
+            if not isinstance(node.meta.get("val"), torch.Tensor) or node.target is _MASK:
+                reasons.append(f"{node.name}, read outside of its layer, is not a tensor")
+                return None
             plan.collected.append(k)
     return plan
 
@@ -359,6 +388,10 @@ def _results(graph: fx.Graph, loop: fx.Node, plan: _Plan) -> dict[fx.Node, fx.No
         for r, block in enumerate(plan.blocks):
             if block[offset] in found:
                 continue
+            if len(plan.blocks) == 1:
+                whole.meta = {"val": block[offset].meta.get("val")}
+                found[block[offset]] = whole
+                continue
             item = graph.call_function(torch.ops.aten.select.int, (whole, 0, r))
             item.meta = {k: v for k, v in block[offset].meta.items() if k in ("val", "draw")}
             found[block[offset]] = item
@@ -384,7 +417,9 @@ def _body(plan: _Plan) -> fx.Graph:
 def _stack_inputs(
     program: Program, container: str, regions: Sequence[Region], run: _Run, plan: _Plan
 ) -> tuple[list[fx.Node], list[Input], dict[str, torch.Tensor]]:
-    """One value a stacked reference: a stacked placeholder for weights, `aten.stack` for computed values."""
+    """One value a stacked reference: a stacked placeholder for weights, `aten.stack` for computed
+    values.
+    """
     graph, inputs = program.graph, list(program.inputs)
     by_node = {i.node: i for i in inputs}
     values: list[fx.Node] = []
@@ -399,8 +434,8 @@ def _stack_inputs(
         with graph.inserting_before(next(iter(graph.nodes))):
             node = graph.placeholder(f"stack_{refs[0].name}")
         node.meta = {}
-        key = _stack_key(container, regions, run, names)
-        spec = Input(node=node.name, kind=kinds.pop(), names=names, key=key)
+        key, kind = _stack_key(container, regions, run, names), by_node[refs[0].name].kind
+        spec = Input(node=node.name, kind=kind, names=names, key=key)
         inputs.insert(_placeholder_index(graph, node), spec)
         values.append(node)
     return values, inputs, dict(program.constants)

@@ -1,7 +1,8 @@
-"""Clean a captured graph: drop assertions and dead code, lift size arithmetic, forget empty segments.
+"""Clean a captured graph: drop assertions and dead code, lift size arithmetic, forget empty
+segments.
 
-After this pass every node that only computes sizes stands before the first layer and stands once, so
-that repeated layers look alike to the roll pass.
+After this pass every node that only computes sizes stands before the first layer and stands once,
+so that repeated layers look alike to the roll pass.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._ops import OpOverload
 
 from headrace.bridge.program import Program, copy_graph
 
@@ -51,13 +53,15 @@ def _drop_checks(graph: fx.Graph) -> int:
 
 def _name(node: fx.Node) -> str:
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._opname
+    if isinstance(target, OpOverload):
+        return target.name().split("::")[-1].split(".")[0]
     return getattr(target, "__name__", str(target))
 
 
 def _number_draws(graph: fx.Graph) -> None:
-    """Give every node an ordinal from which its random key is derived; loops keep it and add the layer."""
+    """Give every node an ordinal from which its random key is derived; loops keep it and add the
+    layer.
+    """
     for ordinal, node in enumerate(graph.nodes):
         node.meta = {**node.meta, "draw": ordinal}
 
@@ -74,8 +78,8 @@ def is_size(node: fx.Node) -> bool:
 def _lift_sizes(graph: fx.Graph) -> None:
     """Move size arithmetic to the top and merge nodes of the same value.
 
-    The exporter knows each size as an expression of the inputs' sizes, so a size read from an inner tensor
-    is replaced by the equal one read from an input.
+    The exporter knows each size as an expression of the inputs' sizes, so a size read from an inner
+    tensor is replaced by the equal one read from an input.
     """
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     if not placeholders:
@@ -142,8 +146,9 @@ def _expression(node: fx.Node) -> str:
 def _drop_constant_segments(graph: fx.Graph) -> list[str]:
     """Forget segments that hold no information.
 
-    While tracing, transformers derives segments from `position_ids` even when the model made those itself
-    as 0, 1, 2, …; then all tokens are one segment. Such a value depends on sizes alone: it is computed
+    While tracing, transformers derives segments from `position_ids` even when the model made those
+    itself as 0, 1, 2, …; then all tokens are one segment. Such a value depends on sizes alone: it
+    is computed
     here, for two different sizes, and dropped when it is constant along the sequence.
     """
     dropped = 0
