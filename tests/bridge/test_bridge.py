@@ -234,3 +234,57 @@ def test_meta_weights_are_refused_where_values_are_needed() -> None:
         jm.params()
     out, _ = jm.apply({"weight": jnp.ones((2, 3)), "bias": jnp.zeros(2)}, {}, jnp.ones((4, 3)))
     np.testing.assert_array_equal(out, np.full((4, 2), 3.0))
+
+
+def test_check_names_the_first_operator_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace as changed
+
+    from headrace.bridge import lower
+
+    real = lower.lookup
+    silu = torch.ops.aten.silu.default
+
+    def wrong(op: object) -> object:
+        rule = real(op)
+        if op is silu and rule is not None:
+            return changed(rule, function=lambda x: rule.function(x) * 1.01)
+        return rule
+
+    monkeypatch.setattr(lower, "lookup", wrong)
+    model, inputs = build("llama")
+    report = hr.check(model, inputs)
+    assert not report.ok
+    first = report.disagreements[0]
+    assert first.operator == "aten.silu.default"
+    assert "layers.0.mlp" in first.module
+    assert {d.operator for d in report.disagreements} == {"aten.silu.default"}
+
+
+def test_layers_that_stay_alone_are_recomputed_too() -> None:
+    model, inputs = build("gemma4-e")
+    jm = hr.to_jax(model, inputs)
+    arrays = {k: v.numpy() for k, v in inputs.items()}
+    params, buffers = jm.params(), jm.buffers()
+
+    def saved(remat: str) -> int:
+        def loss(p):
+            return jm.apply(p, buffers, remat=remat, **arrays)[0].loss
+
+        lowered = jax.jit(jax.grad(loss)).lower(params)
+        return lowered.as_text().count("dot_general")
+
+    assert saved("full") > saved("none") + 4, "a recomputed layer repeats its matmuls"
+
+
+def test_peft_wrapper_keeps_dynamic_shapes() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model, inputs = build("llama")
+    wrapped = get_peft_model(
+        model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    jm = hr.to_jax(wrapped, {"input_ids": inputs["input_ids"]})
+    assert jm.program.dynamic
+    assert len(jm.program.loops) == 1
+    _, head = jm.without_head()
+    assert head.weight_key.endswith("lm_head.weight")

@@ -127,9 +127,13 @@ def _export(
     errors: list[str] = []
     last: Exception | None = None
     for use_attention, use_dynamic in attempts:
-        shapes = _dynamic_shapes(module, args, kwargs) if use_dynamic else None
         try:
-            with attention_as_operator(module, enabled=use_attention) as reason, _tracing():
+            with (
+                attention_as_operator(module, enabled=use_attention) as reason,
+                _named_arguments(module, kwargs),
+                _tracing(),
+            ):
+                shapes = _dynamic_shapes(module, args, kwargs) if use_dynamic else None
                 exported = torch.export.export(
                     module,
                     args,
@@ -180,6 +184,34 @@ def _tracing() -> Generator[None]:
             yield
     finally:
         noisy.setLevel(level)
+
+
+@contextlib.contextmanager
+def _named_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> Generator[None]:
+    """Give arguments that `forward` takes as **kwargs (PEFT's wrappers) a name of their own.
+
+    torch.export 2.13 mixes up dynamic shapes of arguments that arrive through **kwargs.
+    """
+    signature = inspect.signature(module.forward)
+    hidden = [name for name in kwargs if name not in signature.parameters]
+    if not hidden:
+        yield
+        return
+    original, own = module.forward, module.__dict__.get("forward")
+
+    def forward(*args: Any, **given: Any) -> Any:
+        return original(*args, **given)
+
+    kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in hidden]
+    forward.__signature__ = signature.replace(parameters=kept + named)  # pyright: ignore
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
 
 
 class _ConstantDraws(TorchFunctionMode):

@@ -153,7 +153,7 @@ class JaxModule:
             TypeError: inputs that differ in structure from the example, or a static shape that
             differs.
         """
-        kwargs = {**self._fixed_kwargs(kwargs), **kwargs}
+        kwargs = {**kwargs, **self._fixed_kwargs(kwargs)}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         program = self._program_for(leaves, spec, args, kwargs)
         if spec != program.in_spec:
@@ -174,7 +174,7 @@ class JaxModule:
         module.
         """
         args, kwargs = _split_example(example_inputs)
-        return args, {**self._fixed_kwargs(kwargs), **kwargs}
+        return args, {**kwargs, **self._fixed_kwargs(kwargs)}
 
     @property
     def draws(self) -> bool:
