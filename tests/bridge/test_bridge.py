@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from families import build
 from torch import nn
 from torch.nn import functional as F
 
 import headrace as hr
 from headrace.errors import CaptureError, UnsupportedOpsError
-from tests.bridge.families import build
 
 
 class Tied(nn.Module):

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES, build
 
 import headrace as hr
-from tests.bridge.families import FAMILIES, build
 
 # Families whose layers must run as a loop, with the number of layers outside of it.
 _ROLLED = {name: 0 for name in FAMILIES if name not in ("resnet", "gemma4-e", "t5", "modernbert")}

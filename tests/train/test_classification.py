@@ -50,7 +50,7 @@ def test_whole_model_learns_keeps_the_best_and_reloads(
     trainer = ClassificationTrainer(
         folder,
         config(
-            out, load_best_model_at_end=True, metric_for_best_model="f1", save_total_limit=1,
+            out, load_best_model_at_end=True, metric_for_best_model="f1_macro", save_total_limit=1,
             eval_strategy="steps",
         ),
         train_dataset=rows,
@@ -62,12 +62,12 @@ def test_whole_model_learns_keeps_the_best_and_reloads(
     assert (
         "new weights, from seed 42: classifier.bias, classifier.weight" in capsys.readouterr().out
     )
-    history = [e for e in trainer.state.log_history if "eval_f1" in e]
-    best = max(e["eval_f1"] for e in history)
+    history = [e for e in trainer.state.log_history if "eval_f1_macro" in e]
+    best = max(e["eval_f1_macro"] for e in history)
     assert best > 0.9, "which animal is named is easy to see"
     assert trainer.state.best_metric == best
     metrics = trainer.evaluate()
-    assert metrics["eval_f1"] == pytest.approx(best), "the best weights are the ones in use"
+    assert metrics["eval_f1_macro"] == pytest.approx(best), "the best weights are the ones in use"
     assert metrics["eval_own"] == pytest.approx(metrics["eval_accuracy"])
     assert trainer.state.global_step < 200, "early stopping never acted"
 

@@ -216,8 +216,10 @@ def _chunk_loss(
     if smoothing > 0.0:
         uniform_C = log_sum_C - logits_CV.mean(axis=-1)
         losses_C = (1.0 - smoothing) * losses_C + smoothing * uniform_C
-    # Not argmax: the maximum is at hand, and XLA's argmax on a CPU costs a tenth of the whole loss.
-    right_C = (picked_C == best_C) & (weights_C != 0.0)
+    # argmax from the maximum at hand: XLA's own, a reduction of pairs, is slow on a CPU.
+    V = logits_CV.shape[-1]
+    first_C = jnp.where(logits_CV == best_C[:, None], jnp.arange(V), V).min(axis=-1)
+    right_C = (first_C == labels_C) & (weights_C != 0.0)
     # A token of weight 0 must not spoil the sum with inf * 0.
     losses_C = jnp.where(weights_C == 0.0, 0.0, losses_C * weights_C)
     return losses_C.sum(), right_C.sum(dtype=jnp.int32), log_sum_C

@@ -172,7 +172,9 @@ class ClassificationObjective:
         score: Any = f1_score  # its stub takes zero_division as text only
         predicted_N = logits_NC.argmax(axis=-1)
         found["accuracy"] = float(accuracy_score(labels_N, predicted_N))
-        found["f1"] = float(score(labels_N, predicted_N, average="macro", zero_division=0))
+        for average in ("weighted", "macro"):
+            value = score(labels_N, predicted_N, average=average, zero_division=0)
+            found[f"f1_{average}"] = float(value)
         return found
 
 
