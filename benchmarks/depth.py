@@ -34,8 +34,7 @@ def measure(layers: int) -> dict[str, float]:
         num_key_value_heads=2,
         use_cache=False,
     )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).train()
+    model = LlamaForCausalLM(config).train()
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     start = time.perf_counter()
     jm = hr.to_jax(model, {"input_ids": ids})

@@ -1,4 +1,4 @@
-"""The recipes under examples/: they load as they stand, and train on small slices of the real data."""
+"""The recipes under examples/: they load as they stand and train on slices of the real data."""
 
 from __future__ import annotations
 

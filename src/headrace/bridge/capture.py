@@ -303,6 +303,7 @@ def _decompositions(exported: torch.export.ExportedProgram) -> dict[Any, Any]:
         for op in used
         if lookup(op) is None and not op._schema.is_mutable and op.namespace in ("aten", "prims")
     }
+    missing.discard(torch.ops.aten.sym_size.int)  # the lowering reads sizes itself
     if not missing:
         return {}
     # Only the core table: PyTorch's further decompositions end in `prims`, which alias their

@@ -80,3 +80,15 @@ def aten_cummax(self: Array, dim: int) -> tuple[Array, Array]:
 def aten_cummin(self: Array, dim: int) -> tuple[Array, Array]:
     """cummin(Tensor self, int dim) -> (Tensor values, Tensor indices)"""
     return _running(self, dim, False)
+
+
+@lowers(aten.diff.default)
+def aten_diff(
+    self: Array,
+    n: int = 1,
+    dim: int = -1,
+    prepend: Array | None = None,
+    append: Array | None = None,
+) -> Array:
+    """diff(Tensor self, int n=1, int dim=-1, Tensor? prepend, Tensor? append) -> Tensor"""
+    return jnp.diff(self, n=n, axis=dim, prepend=prepend, append=append)
