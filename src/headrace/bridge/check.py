@@ -107,7 +107,7 @@ def check(model: nn.Module, example_inputs: Any, *, operators: bool | None = Non
     """
     jm = to_jax(model, example_inputs)
     args, kwargs = jm.example(example_inputs)
-    with _no_dropout(model):
+    with _IdentityDropout():
         torch_outputs = model(*args, **kwargs)
         names, leaves = _named_leaves(torch_outputs)
         _scalar(dict(zip(names, leaves, strict=True))).backward()
@@ -153,8 +153,9 @@ def compare_operators(
     for node in jm.program.graph.nodes:
         if node.op != "call_function":
             continue
-        load = _loader(env)
-        args_, kwargs_ = _evaluation_mode(node, *fx.map_arg((node.args, node.kwargs), load))
+        args_, kwargs_ = _evaluation_mode(
+            node, *fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        )
         env[node] = node.target(*args_, **kwargs_)
         found += _compare_node(node, env, settings, tolerance)
     return found
@@ -175,21 +176,9 @@ def relative_error(expected: np.ndarray, actual: Any, floor: float = 0.0) -> flo
     return float(difference.max() / max(np.nanmax(np.abs(want), initial=0.0), floor, 1e-6))
 
 
-class _no_dropout:
-    """Dropout modules in evaluation mode and functional dropout off, everything else as it is."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._mode = _IdentityDropout()
-
-    def __enter__(self) -> None:
-        self._mode.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
-
-
 class _IdentityDropout(torch.overrides.TorchFunctionMode):
+    """Functional dropout, which dropout modules call, is the identity; everything else as it is."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.nn.functional.dropout:
@@ -264,10 +253,6 @@ def _torch_values(jm: JaxModule, leaves: list[Any]) -> list[Any]:
         else (program.constants[i.names[0]] if i.kind == "constant" else named[i.names[0]].detach())
         for i in program.inputs
     ]
-
-
-def _loader(env: Mapping[fx.Node, Any]) -> Any:
-    return lambda node: env[node]
 
 
 def _evaluation_mode(node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -160,22 +160,12 @@ class ClassificationObjective:
         logits_NC, labels_N = gather_predictions(sums, batches)
         if not len(labels_N):
             return found
-        if self._problem_type == "regression":
-            error_N = logits_NC.reshape(labels_N.shape) - labels_N
-            spread = float(np.sum((labels_N - labels_N.mean()) ** 2))
-            found["mse"] = float(np.mean(error_N**2))
-            found["mae"] = float(np.mean(np.abs(error_N)))
-            found["r2"] = 1.0 - float(np.sum(error_N**2)) / spread if spread else math.nan
-            return found
-        from sklearn.metrics import accuracy_score, f1_score
+        # Imported here: a run without evaluation is spared what evaluation loads.
+        from headrace.evaluate.metrics import classification_scores, regression_scores
 
-        score: Any = f1_score  # its stub takes zero_division as text only
-        predicted_N = logits_NC.argmax(axis=-1)
-        found["accuracy"] = float(accuracy_score(labels_N, predicted_N))
-        for average in ("weighted", "macro"):
-            value = score(labels_N, predicted_N, average=average, zero_division=0)
-            found[f"f1_{average}"] = float(value)
-        return found
+        if self._problem_type == "regression":
+            return found | regression_scores(logits_NC.reshape(labels_N.shape), labels_N)
+        return found | classification_scores(logits_NC.argmax(axis=-1), labels_N)
 
 
 def gather_predictions(sums: EvalSums, batches: EvalSums) -> tuple[np.ndarray, np.ndarray]:
