@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from torch._ops import OpOverload
 
 from headrace.bridge.dtypes import to_jax_dtype
+from headrace.bridge.intercept import AttentionCall, Intercept
 from headrace.bridge.masks import MaskSpec, attention_rule, mask_rule
 from headrace.bridge.ops.registry import Rule, lookup
 from headrace.bridge.program import Loop, Program
@@ -41,12 +42,14 @@ class Settings:
 
     rng: key for every operator that draws; None when the program draws nothing.
     train: False turns dropout off and makes batch norm use its running statistics.
+    intercept: what stands in for attention, see `bridge.intercept`.
     """
 
     rng: Array | None = None
     train: bool | None = None
     remat: RematPolicy = "none"
     segment_ids: Array | None = None
+    intercept: Intercept | None = None
     symbols: Mapping[Any, int] = field(default_factory=dict)
     sizes: dict[Any, int | None] = field(default_factory=dict)
     observe: Callable[[fx.Node, Any], None] | None = None
@@ -148,6 +151,10 @@ def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> 
         return _run_loop(target, args, settings)
     if target is _HEADRACE.mask.default:
         return mask_rule(*args, **kwargs)
+    if target is _HEADRACE.attention.default and settings.intercept is not None:
+        out = settings.intercept.attention(_attention_call(node, args))
+        _compare(node, out, settings)
+        return out
     if target is _HEADRACE.attention.default:
         key = _key(node, settings) if args[9] and settings.train is not False else None
         out = attention_rule(*args, segment_ids=settings.segment_ids, key=key)
@@ -162,7 +169,26 @@ def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> 
     rule = lookup(target)
     if rule is None:
         raise UnsupportedOpsError(f"{target} has no JAX rule ({place(node)})")
-    return _apply_rule(rule, node, args, kwargs, settings)
+    result = _apply_rule(rule, node, args, kwargs, settings)
+    if settings.intercept is not None and target is torch.ops.aten.linear.default:
+        return settings.intercept.linear(node, args[0], result)
+    return result
+
+
+def _attention_call(node: fx.Node, args: Sequence[Any]) -> AttentionCall:
+    query, key, value, mask, bias, sinks, causal, scale, softcap = args[:9]
+    return AttentionCall(
+        node=node,
+        query=query,
+        key=key,
+        value=value,
+        mask=mask,
+        bias=bias,
+        sinks=sinks,
+        causal=causal,
+        scale=scale,
+        softcap=softcap,
+    )
 
 
 def _is_mask(value: Any) -> bool:
@@ -288,6 +314,8 @@ def _run_loop(loop: Loop, args: Sequence[Any], settings: Settings) -> tuple[Any,
     carries = tuple(args[: loop.num_carries])
     stacked = tuple(args[loop.num_carries : loop.num_carries + loop.num_stacked])
     shared = tuple(args[loop.num_carries + loop.num_stacked :])
+    if settings.intercept is not None:
+        return _run_intercepted(loop, carries, stacked, shared, settings, settings.intercept)
 
     def body(carry: tuple[Any, ...], slices: tuple[Any, ...]) -> tuple[Any, Any]:
         index, values = slices
@@ -303,6 +331,33 @@ def _run_loop(loop: Loop, args: Sequence[Any], settings: Settings) -> tuple[Any,
         return (*carry, *collected)
     index = jnp.arange(loop.length, dtype=jnp.uint32)
     carry, collected = jax.lax.scan(run_body, carries, (index, stacked))
+    return (*carry, *collected)
+
+
+def _run_intercepted(
+    loop: Loop,
+    carries: tuple[Any, ...],
+    stacked: tuple[Any, ...],
+    shared: tuple[Any, ...],
+    settings: Settings,
+    intercept: Intercept,
+) -> tuple[Any, ...]:
+    """The loop with the intercept's value as one more carry; nothing is random, nothing kept."""
+
+    def body(carry: tuple[Any, Any], slices: tuple[Any, ...]) -> tuple[Any, Any]:
+        (values, state), (index, slice_values) = carry, slices
+        turn = intercept.inside(state, index)
+        inner = replace(settings, intercept=turn)
+        results = tuple(interpret(loop.body, (*values, *slice_values, *shared), inner))
+        return (results[: loop.num_carries], turn.value), results[loop.num_carries :]
+
+    start = (carries, intercept.value)
+    if loop.length == 1:
+        (carry, state), collected = body(start, (jnp.uint32(0), stacked))
+    else:
+        index = jnp.arange(loop.length, dtype=jnp.uint32)
+        (carry, state), collected = jax.lax.scan(body, start, (index, stacked))
+    intercept.value = state
     return (*carry, *collected)
 
 

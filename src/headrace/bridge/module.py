@@ -24,6 +24,7 @@ from transformers.utils.generic import ModelOutput
 from headrace.bridge import lower
 from headrace.bridge.capture import capture
 from headrace.bridge.dtypes import tensor_to_jax, tensor_to_numpy, to_jax_dtype
+from headrace.bridge.intercept import Intercept
 from headrace.bridge.passes.head import Head, split_head
 from headrace.bridge.passes.roll import roll_layers
 from headrace.bridge.passes.simplify import simplify
@@ -129,6 +130,7 @@ class JaxModule:
         remat: lower.RematPolicy = "none",
         segment_ids: Array | None = None,
         observe: Callable[..., None] | None = None,
+        intercept: Intercept | None = None,
         **kwargs: Any,
     ) -> tuple[Any, dict[str, Any]]:
         """The module's outputs and its new buffers.
@@ -144,6 +146,7 @@ class JaxModule:
                 (keep matmul results), attention (keep attention results), offload (those, in host
                 memory).
             segment_ids: int [B, T]; tokens attend within equal ids only (packed examples).
+            intercept: stands in for attention (a key/value cache), see `bridge.intercept`.
 
         Returns:
             `(outputs, new_buffers)`; outputs have the module's own class (a transformers
@@ -164,7 +167,12 @@ class JaxModule:
         user = iter([jnp.asarray(v) if hasattr(v, "shape") else v for v in leaves])
         values = [self._value(i, params, buffers, user) for i in program.inputs]
         settings = lower.Settings(
-            rng=rng, train=train, remat=remat, segment_ids=segment_ids, observe=observe
+            rng=rng,
+            train=train,
+            remat=remat,
+            segment_ids=segment_ids,
+            observe=observe,
+            intercept=intercept,
         )
         results = lower.run(program, values, settings)
         return self._results(program, results, buffers)
