@@ -7,6 +7,7 @@
     │   └── UnsupportedOpsError        operators without a rule, with where they are used
     ├── AdapterError(ValueError)       LoRA targets that match nothing, adapters that do not fit
     ├── CheckpointError                a checkpoint is missing, damaged or of another run
+    ├── PlanError                      nothing can be compiled for this slice on this machine
     └── TrainingError                  the run itself went wrong (loss is not finite, ...)
 
 A message says what was given, what is needed and what to do, and lists all problems at once.
@@ -41,6 +42,10 @@ class AdapterError(HeadraceError, ValueError):
 
 class CheckpointError(HeadraceError):
     """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class PlanError(HeadraceError):
+    """A plan cannot be made here: no TPU compiler, or the compiler refused the program."""
 
 
 class TrainingError(HeadraceError):
