@@ -148,7 +148,7 @@ def test_all_problems_come_in_one_error(tmp_path: Path) -> None:
         "deepspeed: zero3.json\n",
     )
     with pytest.raises(ConfigError) as error:
-        load_config(path, {"optim": "galore_adamw", "task": "masked-lm"})
+        load_config(path, {"optim": "galore_adamw", "task": "translation"})
     assert str(error.value).startswith("7 settings are wrong.")
     rows = {key: (source, text) for key, source, text in problems(error)}
     assert rows["learning_rte"] == ("recipe.yaml:1", "unknown; did you mean learning_rate?")

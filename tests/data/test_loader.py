@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,7 @@ def labelled_rows(count: int, *, types: bool = False) -> Rows:
         token_type_ids=np.ones_like(flat) if types else None,
     )
     return Rows(
+        kind="labelled",
         examples=examples,
         packing=one_each(examples.lengths, row_length=8),
         bucket_lengths=(4, 8),
@@ -164,9 +166,9 @@ def test_resume_builds_none_of_the_steps_it_skips(monkeypatch: pytest.MonkeyPatc
     built: list[int] = []
     build = Rows.batch
 
-    def counted(self: Rows, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    def counted(self: Rows, rows: np.ndarray, length: int, **draw: Any) -> dict[str, np.ndarray]:
         built.append(length)
-        return build(self, rows, length)
+        return build(self, rows, length, **draw)
 
     monkeypatch.setattr(Rows, "batch", counted)
     loader = Loader(rows=causal_rows(40), batch_size=2)

@@ -9,12 +9,20 @@ reference.py docs/configuration.md, made from the fields
 """
 
 from headrace.config.adapter import peft_config
-from headrace.config.fields import ClassificationConfig, SFTConfig, TrainConfig
+from headrace.config.fields import (
+    ClassificationConfig,
+    DPOConfig,
+    RewardConfig,
+    SFTConfig,
+    TrainConfig,
+)
 from headrace.config.load import ResolvedConfig, load_config
 
 __all__ = [
     "ClassificationConfig",
+    "DPOConfig",
     "ResolvedConfig",
+    "RewardConfig",
     "SFTConfig",
     "TrainConfig",
     "load_config",

@@ -9,7 +9,14 @@ from headrace.config.fields import TrainConfig
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_TASK_TYPE = {"causal": "CAUSAL_LM", "sequence-classification": "SEQ_CLS"}
+_TASK_TYPE = {
+    "causal": "CAUSAL_LM",
+    "sequence-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+    "masked-lm": None,  # PEFT has no name for it: the adapter is saved for a plain model
+    "preference": "CAUSAL_LM",
+    "reward": "SEQ_CLS",
+}
 
 
 def peft_config(config: TrainConfig) -> LoraConfig | None:

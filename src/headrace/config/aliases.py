@@ -40,6 +40,14 @@ RENAMED: Mapping[str, str] = {
     "lora_rank": "lora_r",
     "r": "lora_r",
     "target_modules": "lora_target_modules",
+    "rl_beta": "beta",
+    "pref_beta": "beta",
+    "dpo_beta": "beta",
+    "orpo_alpha": "beta",
+    "kto_desirable_weight": "desirable_weight",
+    "kto_undesirable_weight": "undesirable_weight",
+    "kto_chosen_weight": "desirable_weight",
+    "kto_rejected_weight": "undesirable_weight",
     "additional_target": "lora_modules_to_save",
     "additional_target_modules": "lora_modules_to_save",
 }
@@ -73,7 +81,6 @@ REFUSED: Mapping[str, str] = {
     "fsdp_config": "sharding is XLA's; remove it",
     "auto_find_batch_size": "set per_device_train_batch_size instead",
     "label_smoothing_factor": "not supported; remove it",
-    "loss_type": "the loss is the token-weighted negative log-likelihood; remove it",
     "use_liger_kernel": "the fused loss is always on; remove it",
     "save_on_each_node": "checkpoints are written together by all hosts; remove it",
 }
@@ -128,6 +135,44 @@ def _fp16(value: Any) -> dict[str, Any]:
     return {}
 
 
+PREFERENCE_LOSSES: Mapping[str, str] = {
+    "sigmoid": "dpo",
+    "dpo": "dpo",
+    "ipo": "ipo",
+    "orpo": "orpo",
+    "simpo": "simpo",
+    "kto": "kto",
+}
+
+
+def _preference_loss(value: Any) -> dict[str, Any]:
+    """TRL's loss_type, LLaMA-Factory's pref_loss, axolotl's rl."""
+    if value in ("nll", "chunked_nll"):
+        return {}
+    if value not in PREFERENCE_LOSSES:
+        needed = ", ".join(PREFERENCE_LOSSES)
+        raise ValueError(f"{value!r} is not supported; needs {needed} (or nll for other tasks)")
+    return {"preference_loss": PREFERENCE_LOSSES[value]}
+
+
+def _rl(value: Any) -> dict[str, Any]:
+    return {"task": "preference"} | _preference_loss(value)
+
+
+def _stage(value: Any) -> dict[str, Any]:
+    """LLaMA-Factory's stage."""
+    stages: dict[Any, dict[str, Any]] = {
+        "pt": {},
+        "sft": {},
+        "rm": {"task": "reward"},
+        "dpo": {"task": "preference"},
+        "kto": {"task": "preference", "preference_loss": "kto"},
+    }
+    if value not in stages:
+        raise ValueError(f"{value!r} is not supported; needs {', '.join(stages)}")
+    return stages[value]
+
+
 def _packing_strategy(value: Any) -> dict[str, Any]:
     if value == "bfd":
         return {}
@@ -151,4 +196,9 @@ TRANSLATED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "adapter": _method,
     "finetuning_type": _method,
     "packing_strategy": _packing_strategy,
+    "loss_type": _preference_loss,
+    "pref_loss": _preference_loss,
+    "rl": _rl,
+    "stage": _stage,
+    "reward_model": _when_true(task="reward"),
 }

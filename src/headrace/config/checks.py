@@ -21,13 +21,56 @@ NOT_YET = {
     "neftune_noise_alpha": "embedding noise is not supported yet; remove it",
     "push_to_hub": "uploading is not supported yet; upload output_dir with `hf upload`",
 }
-CAUSAL_METRICS = ("loss", "perplexity")
+CAUSAL_METRICS = ("loss", "perplexity", "mean_token_accuracy")
+
+# setting -> the tasks it belongs to
+_BELONGS = {
+    "text_pair_column": ("sequence-classification",),
+    "problem_type": ("sequence-classification",),
+    "label_column": ("sequence-classification", "token-classification", "preference"),
+    "mlm_probability": ("masked-lm",),
+    "preference_loss": ("preference",),
+    "beta": ("preference",),
+    "simpo_gamma": ("preference",),
+    "preference_label_smoothing": ("preference",),
+    "desirable_weight": ("preference",),
+    "undesirable_weight": ("preference",),
+    "center_rewards_coefficient": ("reward",),
+}
+# setting -> the preference losses it belongs to
+_OF_LOSS = {
+    "simpo_gamma": ("simpo",),
+    "preference_label_smoothing": ("dpo", "simpo"),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
 
 
 def conflicts(config: TrainConfig) -> list[Problem]:
     """All contradictions of one configuration, as (field, what is wrong and what to do)."""
-    checks = (_not_yet, _lora, _task, _lengths, _schedule, _evaluation, _best_model, _hub)
+    checks = (
+        _not_yet,
+        _lora,
+        _task,
+        _preference,
+        _lengths,
+        _schedule,
+        _evaluation,
+        _best_model,
+        _hub,
+    )
     return [problem for check in checks for problem in check(config)]
+
+
+def _is_set(config: TrainConfig, name: str) -> bool:
+    """Whether the setting was given and is not what it would be anyway."""
+    if name not in config.model_fields_set:
+        return False
+    before = config.model_dump()
+    field = type(config).model_fields[name]
+    return bool(
+        getattr(config, name) != field.get_default(call_default_factory=True, validated_data=before)
+    )
 
 
 def _not_yet(config: TrainConfig) -> Iterator[Problem]:
@@ -45,17 +88,26 @@ def _lora(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _task(config: TrainConfig) -> Iterator[Problem]:
-    given = config.model_fields_set
+    for name, tasks in _BELONGS.items():
+        if config.task not in tasks and _is_set(config, name):
+            yield name, f"belongs to task: {' or '.join(tasks)}"
     if config.task == "causal":
-        for name in ("label_column", "text_pair_column", "problem_type"):
-            if name in given and getattr(config, name) is not None:
-                yield name, "belongs to task: sequence-classification"
         return
     for name in ("packing", "eval_packing"):
         if getattr(config, name):
-            yield name, "a classifier needs one text a row; remove it"
-    if config.over_length == "split":
+            yield name, f"task {config.task} needs one text a row; remove it"
+    if config.over_length == "split" and config.task != "masked-lm":
         yield "over_length", "split would give one label to several texts; use truncate or drop"
+
+
+def _preference(config: TrainConfig) -> Iterator[Problem]:
+    loss = config.preference_loss
+    if config.task == "preference":
+        for name, losses in _OF_LOSS.items():
+            if loss not in losses and _is_set(config, name):
+                yield name, f"belongs to preference_loss: {' or '.join(losses)}, not {loss}"
+        if config.use_dora and loss in ("dpo", "ipo", "kto"):
+            yield "use_dora", f"{loss} turns the adapter off for the reference; use plain LoRA"
 
 
 def _lengths(config: TrainConfig) -> Iterator[Problem]:

@@ -19,7 +19,15 @@ from pydantic import BaseModel, BeforeValidator, Field, JsonValue, ValidationInf
 from headrace.config.aliases import optimizer_name
 from headrace.config.cast import cast_text
 
-Task = Literal["causal", "sequence-classification"]
+Task = Literal[
+    "causal",
+    "sequence-classification",
+    "token-classification",
+    "masked-lm",
+    "preference",
+    "reward",
+]
+PreferenceLossName = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 OverLength = Literal["truncate", "drop", "split", "error"]
 Remat = Literal["none", "full", "dots", "attention", "offload", "auto"]
@@ -53,7 +61,15 @@ def _setting(
 
 
 def _by_task(causal: Any, classification: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda before: causal if before["task"] == "causal" else classification
+    """By whether the model is a causal language model (which preference tuning trains too)."""
+    return lambda before: causal if before["task"] in ("causal", "preference") else classification
+
+
+def _learning_rate(before: dict[str, Any]) -> float:
+    """Preference tuning starts from a tuned model: a tenth with LoRA, a fortieth without."""
+    if before["task"] == "preference":
+        return 2e-5 if before["use_peft"] else 5e-7
+    return 2e-4 if before["use_peft"] else 2e-5
 
 
 def _no_from_yaml(value: Any) -> Any:
@@ -81,6 +97,7 @@ _data = partial(_setting, group="Data")
 _length = partial(_setting, group="Length, packing and loss mask")
 _size = partial(_setting, group="Batches and duration")
 _optim = partial(_setting, group="Optimizer")
+_preference = partial(_setting, group="Preference tuning")
 _lora = partial(_setting, group="LoRA and quantised bases")
 _memory = partial(_setting, group="Memory and compilation")
 _log = partial(_setting, group="Logging")
@@ -99,7 +116,11 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
         0.0002
     """
 
-    task: Task = _run("causal", "What is learned: the next token, or a label for the whole text.")
+    task: Task = _run(
+        "causal",
+        "What is learned: the next token, a label for the text or for each word, masked words, "
+        "which of two answers is better (by the model itself, or as a reward model).",
+    )
     output_dir: str = _run("out", "Folder for checkpoints, logs and the final model.")
     seed: int = _run(42, "Seed of weights that are new, dropout and, by default, data order.", ge=0)
     data_seed: int | None = _run(None, "Seed of the data order alone.", shown="`seed`", ge=0)
@@ -137,6 +158,10 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
         None, "Classes or numbers.", shown="float labels mean regression"
     )
 
+    mlm_probability: float = _data(
+        0.15, "Masked language modelling: share of tokens to predict.", gt=0, lt=1
+    )
+
     max_length: int | None = _length(
         None, "Longest sequence in tokens.", shown="chosen from the data, and printed", ge=2
     )
@@ -145,7 +170,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
         "keep_start", "Which end survives when over_length is truncate."
     )
     packing: bool = _length(
-        _by_task(True, False),
+        lambda before: before["task"] == "causal",
         "Put several examples in a row; they never see each other.",
         shown="true for causal",
     )
@@ -166,7 +191,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     pad_to_multiple_of: int = _length(
         _by_task(128, 16),
         "Row lengths are multiples of this.",
-        shown="128 for causal, 16 for classification",
+        shown="128 for causal models, 16 for others",
         ge=1,
     )
 
@@ -195,9 +220,9 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     load_in_8bit: bool = _lora(False, "8-bit frozen base weights.")
 
     learning_rate: float = _optim(
-        lambda before: 2e-4 if before["use_peft"] else 2e-5,
+        _learning_rate,
         "Peak learning rate.",
-        shown="2e-4 with LoRA, 2e-5 without",
+        shown="2e-4 with LoRA, 2e-5 without; preference: 2e-5 and 5e-7",
         ge=0,
     )
     lr_scheduler_type: Schedule = _optim("linear", "Shape of the schedule.")
@@ -216,10 +241,31 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     max_grad_norm: float = _optim(1.0, "Clip gradients to this norm; 0 turns it off.", ge=0)
     neftune_noise_alpha: float | None = _optim(None, "Noise added to embeddings.", gt=0)
 
+    preference_loss: PreferenceLossName = _preference(
+        "dpo", "Loss of task preference; dpo, ipo and kto compare with the model before training."
+    )
+    beta: float = _preference(
+        lambda before: 2.0 if before["preference_loss"] == "simpo" else 0.1,
+        "Strength of the preference term.",
+        shown="2.0 for simpo, 0.1 for others",
+        gt=0,
+    )
+    simpo_gamma: float = _preference(
+        1.0, "SimPO: margin by which the better answer should win.", ge=0
+    )
+    preference_label_smoothing: float = _preference(
+        0.0, "DPO and SimPO: probability that a pair is labelled the wrong way round.", ge=0, lt=0.5
+    )
+    desirable_weight: float = _preference(1.0, "KTO: weight of wanted answers.", gt=0)
+    undesirable_weight: float = _preference(1.0, "KTO: weight of unwanted answers.", gt=0)
+    center_rewards_coefficient: float = _preference(
+        0.0, "Reward model: pulls the sum of a pair's rewards towards zero.", ge=0
+    )
+
     activation_checkpointing: Remat = _memory(
         _by_task("full", "none"),
         "What is recomputed instead of kept; auto takes the cheapest that fits.",
-        shown="full for causal, none for classification",
+        shown="full for causal models, none for others",
     )
     compilation_cache_dir: str | None = _memory(
         "~/.cache/headrace/xla", "Where compiled programs are kept; none turns it off."
@@ -292,3 +338,15 @@ class ClassificationConfig(TrainConfig, frozen=True):
     task: Literal["sequence-classification"] = _run(
         "sequence-classification", "One label per text."
     )
+
+
+class DPOConfig(TrainConfig, frozen=True):
+    """TrainConfig for preference tuning; TRL's name for it. preference_loss picks the loss."""
+
+    task: Literal["preference"] = _run("preference", "Which of two answers is better.")
+
+
+class RewardConfig(TrainConfig, frozen=True):
+    """TrainConfig for a reward model: one number a text, higher for better answers."""
+
+    task: Literal["reward"] = _run("reward", "A number that says how good an answer is.")

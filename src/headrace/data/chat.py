@@ -173,11 +173,11 @@ def _answer_span(chat: Chat, template: ChatTemplate, text: str, i: int) -> Span 
     start = len(before)
     if i:
         opened = template.text(chat.messages[:i], chat, prompt=True)
-        start = max(start, _common_length(opened, through))
+        start = max(start, common_length(opened, through))
     return _with_end(text, _without_tail((start, len(through)), text, template), template)
 
 
-def _common_length(a: str, b: str) -> int:
+def common_length(a: str, b: str) -> int:
     """Characters that both begin with."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (left, right) in pairs if left != right), min(len(a), len(b)))

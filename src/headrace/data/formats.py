@@ -26,7 +26,18 @@ from headrace.data.table import Row, Table
 from headrace.data.turns import read_tools, read_turns
 from headrace.errors import DataError
 
-Kind = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "text", "tokens", "labelled"]
+Kind = Literal[
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt-completion",
+    "text",
+    "tokens",
+    "labelled",
+    "tagged",
+    "preference",
+    "unpaired preference",
+]
 
 # user column, answer column; prompt/completion are joined as they stand, the others with a newline
 _PAIRS = (
@@ -66,19 +77,21 @@ def detect_causal(table: Table, *, text_column: str | None = None) -> Format:
     """The format of data for next-token training. DataError names the columns when none fits."""
     names = set(table.names)
     if text_column is not None:
-        _require(table, text_column)
+        require_column(table, text_column)
         return _text_format(text_column)
     if "chosen" in names and "rejected" in names:
         raise DataError(
-            f"{table.source} holds preference pairs (chosen, rejected), which are not trained on "
-            "yet; for supervised training keep the chosen answers as messages"
+            f"{table.source} holds preference pairs (chosen, rejected). Set task: preference to "
+            "tune on them, task: reward for a reward model, or keep the chosen answers as messages"
         )
     if "input_ids" in names:
         return _tokens_format()
     for name in ("messages", "conversations", "conversation"):
         if name in names:
             return _chat_format(name, _first_turn(table, name), names)
-    if "instruction" in names and (answer := _first(names, ("output", "response", "completion"))):
+    if "instruction" in names and (
+        answer := first_name(names, ("output", "response", "completion"))
+    ):
         return _alpaca_format(answer, names)
     for prompt, completion in _PAIRS:
         if prompt in names and completion in names:
@@ -99,6 +112,21 @@ def detect_causal(table: Table, *, text_column: str | None = None) -> Format:
     )
 
 
+def detect_text(table: Table, *, text_column: str | None = None) -> Format:
+    """The column of plain text; DataError when there is none."""
+    if text_column is not None:
+        require_column(table, text_column)
+    found = text_column or first_name(table.names, _TEXTS)
+    if found is None and len(table.names) == 1:
+        found = table.names[0]
+    if found is None:
+        raise DataError(
+            f"{table.source} has columns {', '.join(table.names)}; which holds the text is not "
+            "clear. Set text_column"
+        )
+    return _text_format(found)
+
+
 def detect_labelled(
     table: Table,
     *,
@@ -110,15 +138,15 @@ def detect_labelled(
     names = table.names
     for name in (text_column, text_pair_column, label_column):
         if name is not None:
-            _require(table, name)
-    label = label_column or _first(names, _LABELS)
+            require_column(table, name)
+    label = label_column or first_name(names, _LABELS)
     pair = text_pair_column
     text = text_column
     if text is None and pair is None:
         found = next((p for p in _TEXT_PAIRS if p[0] in names and p[1] in names), None)
         text, pair = found if found else (None, None)
     if text is None:
-        text = _first([n for n in names if n not in (label, pair)], _TEXTS)
+        text = first_name([n for n in names if n not in (label, pair)], _TEXTS)
     missing = [n for n, found in (("text_column", text), ("label_column", label)) if found is None]
     if text is None or label is None:
         raise DataError(
@@ -128,18 +156,18 @@ def detect_labelled(
     return _labelled_format(text, pair, label)
 
 
-def _first(names: Sequence[str] | set[str], wanted: Sequence[str]) -> str | None:
+def first_name(names: Sequence[str] | set[str], wanted: Sequence[str]) -> str | None:
     return next((name for name in wanted if name in names), None)
 
 
-def _require(table: Table, name: str) -> None:
+def require_column(table: Table, name: str) -> None:
     if name not in table.names:
         raise DataError(
             f"{table.source} has no column {name!r}; there are {', '.join(table.names)}"
         )
 
 
-def _text(row: Row, column: str, *, empty: bool = False) -> str:
+def text_of(row: Row, column: str, *, empty: bool = False) -> str:
     value = row.get(column)
     if not isinstance(value, str):
         raise RowProblem(column, value, "needs text")
@@ -152,7 +180,7 @@ def _text_format(column: str) -> Format:
     return Format(
         kind="text",
         columns=(column,),
-        normalise=lambda row: Text(text=_text(row, column)),
+        normalise=lambda row: Text(text=text_of(row, column)),
         good_row={column: "A whole document."},
     )
 
@@ -197,8 +225,8 @@ def _pair_format(prompt: str, completion: str, table: Table) -> Format:
     def normalise(row: Row) -> Example:
         if isinstance(row.get(prompt), list):
             return _conversational_pair(row, prompt, completion)
-        user = _text(row, prompt)
-        answer = _text(row, completion)
+        user = text_of(row, prompt)
+        answer = text_of(row, completion)
         return PromptCompletion(prompt=user + joiner, completion=answer, user=user)
 
     tools = ("tools",) if "tools" in table.names else ()
@@ -223,13 +251,13 @@ def _conversational_pair(row: Row, prompt: str, completion: str) -> Chat:
 
 def _alpaca_format(answer: str, names: set[str]) -> Format:
     def normalise(row: Row) -> PromptCompletion:
-        instruction, given = _text(row, "instruction"), row.get("input") or ""
+        instruction, given = text_of(row, "instruction"), row.get("input") or ""
         if not isinstance(given, str):
             raise RowProblem("input", given, "needs text, or nothing")
         middle = f"### Input:\n{given}\n\n" if given else ""
         return PromptCompletion(
             prompt=f"### Instruction:\n{instruction}\n\n{middle}### Response:\n",
-            completion=_text(row, answer),
+            completion=text_of(row, answer),
             user=f"{instruction}\n\n{given}" if given else instruction,
             system=row.get("system") or None,
             history=_history(row),
@@ -282,8 +310,8 @@ def _labelled_format(text: str, pair: str | None, label: str) -> Format:
         value = row.get(label)
         if value is None or value == "":
             raise RowProblem(label, value, "needs a label")
-        second = None if pair is None else _text(row, pair)
-        return Labelled(text=_text(row, text), pair=second, label=value)
+        second = None if pair is None else text_of(row, pair)
+        return Labelled(text=text_of(row, text), pair=second, label=value)
 
     columns = (text, label) if pair is None else (text, pair, label)
     good = {

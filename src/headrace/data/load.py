@@ -15,7 +15,15 @@ from transformers import PreTrainedTokenizerBase
 
 from headrace.config import TrainConfig
 from headrace.data.chat import load_chat_template
-from headrace.data.dataset import LONGEST_CHOSEN, Dataset, causal_dataset, labelled_dataset
+from headrace.data.dataset import (
+    LONGEST_CHOSEN,
+    Dataset,
+    causal_dataset,
+    labelled_dataset,
+    masked_dataset,
+    preference_dataset,
+    tagged_dataset,
+)
 from headrace.data.labels import Labels
 from headrace.data.loader import Loader
 from headrace.data.prepare import require_fast
@@ -23,10 +31,12 @@ from headrace.data.read import from_python, local_files, read_table
 from headrace.data.table import Table
 from headrace.errors import ConfigError, DataError
 
+LABELLED_TASKS = ("sequence-classification", "token-classification")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """What a trainer needs. labels is None for causal training."""
+    """What a trainer needs. labels is None for tasks without classes."""
 
     train: Dataset
     eval: Dataset | None
@@ -85,21 +95,43 @@ def load_data(
     set_chat_template(tokenizer, config)
     limit = _length_limit(config, tokenizer, model_max_length)
     train, held = load_tables(config, train_dataset=train_dataset, eval_dataset=eval_dataset)
+    if config.task in LABELLED_TASKS:
+        return _with_labels(
+            config, tokenizer, train, held, eval_dataset is None, label_names, limit
+        )
+    first = _unlabelled(train, config, tokenizer, limit=limit)
     second: Dataset | None = None
+    if held is not None:
+        size = first.report.max_length
+        second = _unlabelled(held, config, tokenizer, name="eval", max_length=size)
+    return TrainingData(train=first, eval=second, labels=None)
+
+
+def _unlabelled(
+    table: Table, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, **options: Any
+) -> Dataset:
+    """The dataset of a task without classes."""
     if config.task == "causal":
-        first = causal_dataset(train, config, tokenizer, limit=limit)
-        if held is not None:
-            second = causal_dataset(
-                held,
-                config,
-                tokenizer,
-                name="eval",
-                packing=config.eval_packing,
-                max_length=first.report.max_length,
-            )
-        return TrainingData(train=first, eval=second, labels=None)
-    same_source = config.test_split_size is not None and eval_dataset is None
-    first, labels = labelled_dataset(
+        packing = config.eval_packing if options.get("name") == "eval" else None
+        return causal_dataset(table, config, tokenizer, packing=packing, **options)
+    if config.task == "masked-lm":
+        return masked_dataset(table, config, tokenizer, **options)
+    return preference_dataset(table, config, tokenizer, **options)
+
+
+def _with_labels(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Table,
+    held: Table | None,
+    held_is_ours: bool,
+    label_names: Sequence[str] | None,
+    limit: int,
+) -> TrainingData:
+    """Classification, of texts or of words: the labels of the training rows serve evaluation."""
+    make: Any = labelled_dataset if config.task == "sequence-classification" else tagged_dataset
+    same_source = config.test_split_size is not None and held_is_ours
+    first, labels = make(
         train,
         config,
         tokenizer,
@@ -107,11 +139,10 @@ def load_data(
         held=held if same_source else None,
         limit=limit,
     )
+    second: Dataset | None = None
     if held is not None:
         size = first.report.max_length
-        second, _ = labelled_dataset(
-            held, config, tokenizer, name="eval", labels=labels, max_length=size
-        )
+        second, _ = make(held, config, tokenizer, name="eval", labels=labels, max_length=size)
     return TrainingData(train=first, eval=second, labels=labels)
 
 

@@ -116,7 +116,7 @@ class Loader:
                 if last
                 else LoaderState(epoch=state.epoch, step=number + 1)
             )
-            yield self._step(*plan[number], after)
+            yield self._step(*plan[number], after, state.epoch if self.shuffle else 0)
 
     def steps(self, state: LoaderState | None = None) -> Iterator[Step]:
         """Steps without end, from `state` on; the caller decides when it is enough."""
@@ -126,12 +126,12 @@ class Loader:
                 yield step
                 state = step.state
 
-    def _step(self, length: int, indices: np.ndarray, after: LoaderState) -> Step:
+    def _step(self, length: int, indices: np.ndarray, after: LoaderState, epoch: int) -> Step:
         index, count = self.process
         local = self.batch_size // count
         grid = indices.reshape(self.accumulation, self.batch_size)
         mine = grid[:, index * local : (index + 1) * local]
-        flat = self.rows.batch(mine.ravel(), length)
+        flat = self.rows.batch(mine.ravel(), length, draw=(self.seed, epoch))
         batch = {k: v.reshape(self.accumulation, local, *v.shape[1:]) for k, v in flat.items()}
         tokens, supervised = _count(flat)
         return Step(
@@ -140,8 +140,11 @@ class Loader:
 
 
 def _count(batch: Batch) -> tuple[int, int]:
-    if "segment_ids" in batch:
-        supervised = np.count_nonzero(batch["labels"] != IGNORED)
-        return int(np.count_nonzero(batch["segment_ids"])), int(supervised)
-    real = batch["weights"] > 0
-    return int(batch["attention_mask"][real].sum()), int(real.sum())
+    segments = [value for name, value in batch.items() if name.endswith("segment_ids")]
+    tokens = sum(int(np.count_nonzero(value)) for value in segments)
+    if not segments:
+        real = batch["weights"] > 0 if "weights" in batch else slice(None)
+        tokens = int(batch["attention_mask"][real].sum())
+    if "weights" in batch:
+        return tokens, int((batch["weights"] > 0).sum())
+    return tokens, int(np.count_nonzero(batch["labels"] != IGNORED))

@@ -1,7 +1,7 @@
 """The normal forms of a row, whatever the file called them.
 
-Causal: Chat, PromptCompletion, Text or Tokens. Classification: Labelled. A row that fits none of
-them raises RowProblem. Plain data; nothing here reads or renders.
+Causal: Chat, PromptCompletion, Text or Tokens. Classification: Labelled, Tagged. Preference: Pair,
+Judged. A row that fits none of them raises RowProblem. Plain data; nothing here reads or renders.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ class Chat:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptCompletion:
-    """Two texts; `plain` joins them without a chat template, `turns` are user and system text."""
+    """Two texts. prompt + completion is the plain form; user, system and history are its turns as a
+    chat. plain: it already has a format of its own and is never written as a chat."""
 
     prompt: str
     completion: str
     user: str
     system: str | None = None
     history: tuple[tuple[str, str], ...] = ()
+    plain: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,34 @@ class Labelled:
     label: Any
 
 
-Example = Chat | PromptCompletion | Text | Tokens | Labelled
+@dataclass(frozen=True, kw_only=True)
+class Tagged:
+    """Words with one tag each (token classification)."""
+
+    words: tuple[str, ...]
+    tags: tuple[Any, ...]
+
+
+Answer = Chat | PromptCompletion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One prompt with a better and a worse answer; only the answers are trained."""
+
+    chosen: Answer
+    rejected: Answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One prompt with one answer that is wanted or not."""
+
+    answer: Answer
+    desirable: bool
+
+
+Example = Chat | PromptCompletion | Text | Tokens | Labelled | Tagged | Pair | Judged
 
 
 class RowProblem(ValueError):

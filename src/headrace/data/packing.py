@@ -65,12 +65,12 @@ def pack(lengths: np.ndarray, *, row_length: int) -> Packing:
     return _packing(rows, lengths, row_length)
 
 
-def one_each(lengths: np.ndarray, *, row_length: int) -> Packing:
-    """Every example in a row of its own, in order: no packing."""
+def one_each(lengths: np.ndarray, *, row_length: int, group: int = 1) -> Packing:
+    """Every example (or group of neighbours) in a row of its own, in order: no packing."""
     count = len(lengths)
     return Packing(
         members=np.arange(count),
-        offsets=np.arange(count + 1),
+        offsets=np.arange(0, count + 1, group),
         row_length=row_length,
         num_tokens=int(np.sum(lengths)),
     )

@@ -55,25 +55,19 @@ def apply_policy(
     Raises DataError when over_length is error and a row is, and when nothing is left to train.
     """
     outcome = Outcome()
-    long = [row for row in rows if len(row.input_ids) > policy.max_length]
-    if long and policy.over_length == "error":
-        shown = ", ".join(f"{table.where(r.row)} ({len(r.input_ids):,})" for r in long[:SHOWN])
-        raise DataError(
-            f"{len(long):,} of {len(rows):,} rows are over max_length {policy.max_length:,} "
-            f"tokens: {shown}. Raise max_length, or set over_length to truncate, drop or split"
-        )
+    refuse_long(rows, policy, table=table)
     ids: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     unsupervised = 0
     for row in rows:
-        pieces = list(_pieces(row, policy))
+        pieces = list(cut_pieces(row, policy))
         used = [(i, t) for i, t in pieces if t[1:].any()]
         unsupervised += bool(pieces) and not used
         outcome.kept += bool(used)
         outcome.cut += bool(used) and len(row.input_ids) > policy.max_length
         for piece, trained in used:
             ids.append(piece)
-            labels.append(_labels(piece, trained))
+            labels.append(token_labels(piece, trained))
     outcome.dropped = len(rows) - outcome.kept
     if unsupervised:
         outcome.notes.append(f"{unsupervised:,} dropped: no trained token within max_length")
@@ -83,7 +77,19 @@ def apply_policy(
     return Examples(input_ids=flat, offsets=offsets, token_labels=ragged(labels)[0]), outcome
 
 
-def _pieces(row: Tokenized, policy: LengthPolicy) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def refuse_long(rows: Sequence[Tokenized], policy: LengthPolicy, *, table: Table) -> None:
+    """DataError that names the long rows when over_length is error and there are any."""
+    long = [row for row in rows if len(row.input_ids) > policy.max_length]
+    if long and policy.over_length == "error":
+        shown = ", ".join(f"{table.where(r.row)} ({len(r.input_ids):,})" for r in long[:SHOWN])
+        raise DataError(
+            f"{len(long):,} of {len(rows):,} rows are over max_length {policy.max_length:,} "
+            f"tokens: {shown}. Raise max_length, or set over_length to truncate, drop or split"
+        )
+
+
+def cut_pieces(row: Tokenized, policy: LengthPolicy) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(ids, trained) of a row within max_length: none when dropped, several when split."""
     size, ids, trained = policy.max_length, row.input_ids, row.trained
     if len(ids) <= size:
         yield ids, trained
@@ -95,7 +101,8 @@ def _pieces(row: Tokenized, policy: LengthPolicy) -> Iterator[tuple[np.ndarray, 
             yield ids[start : start + size], trained[start : start + size]
 
 
-def _labels(ids: np.ndarray, trained: np.ndarray) -> np.ndarray:
+def token_labels(ids: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """int32 labels, -100 where not trained; the first token never is."""
     labels = np.where(trained, ids, IGNORED).astype(np.int32)
     labels[:1] = IGNORED  # nothing predicts the first token
     return labels

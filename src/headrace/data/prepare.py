@@ -58,20 +58,43 @@ def tokenize_causal(
     without its fast form.
     """
     require_fast(tokenizer)
+    if form.kind in ("messages", "sharegpt"):
+        require_template(table, tokenizer)
+    examples = normalise_rows(table, form)
+    if form.kind == "tokens":
+        return _already_tokens(examples), []
+    return tokenize_examples(
+        examples, range(len(examples)), table, form, tokenizer,
+        answers_only=answers_only, use_template=use_template,
+    )  # fmt: skip
+
+
+def tokenize_examples(
+    examples: Sequence[Example],
+    row_of: Sequence[int],
+    table: Table,
+    form: Format,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    answers_only: bool,
+    use_template: bool,
+) -> tuple[list[Tokenized], list[str]]:
+    """Normal forms as tokens, and notes. row_of: the table row each came from."""
     template = chat_template(tokenizer)
-    if form.kind in ("messages", "sharegpt") and template is None:
+    render = partial(_render, template=template, pairs_as_chat=use_template, answers=answers_only)
+    rows = _rendered_rows(examples, row_of, render, table, form)
+    tokens = _Edges.of(tokenizer)
+    result = list(_tokenize(rows, row_of, tokenizer, tokens))
+    return result, _notes(table, template, rows, tokens, use_template)
+
+
+def require_template(table: Table, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Conversations are rendered by the tokenizer's own template or not at all."""
+    if chat_template(tokenizer) is None:
         raise DataError(
             f"{table.source} holds conversations, but the tokenizer has no chat template. Set "
             "chat_template_path to a .jinja file or to the tokenizer folder of a chat model"
         )
-    examples = normalise_rows(table, form)
-    if form.kind == "tokens":
-        return _already_tokens(examples), []
-    render = partial(_render, template=template, pairs_as_chat=use_template, answers=answers_only)
-    rows = _rendered_rows(examples, render, table, form)
-    tokens = _Edges.of(tokenizer)
-    result = list(_tokenize(rows, tokenizer, tokens))
-    return result, _notes(table, template, rows, tokens, use_template)
 
 
 def normalise_rows(table: Table, form: Format) -> list[Example]:
@@ -112,13 +135,14 @@ class _Row:
 
 def _rendered_rows(
     examples: Sequence[Example],
+    row_of: Sequence[int],
     render: Callable[[Example], _Row],
     table: Table,
     form: Format,
 ) -> list[_Row]:
     rows: list[_Row] = []
     bad: list[BadRow] = []
-    for i, example in enumerate(examples):
+    for i, example in zip(row_of, examples, strict=True):
         try:
             rows.append(render(example))
         except RowProblem as problem:
@@ -131,7 +155,7 @@ def _render(
     example: Example, *, template: ChatTemplate | None, pairs_as_chat: bool, answers: bool
 ) -> _Row:
     if isinstance(example, PromptCompletion):
-        if template is None or not pairs_as_chat:
+        if template is None or not pairs_as_chat or example.plain:
             return _Row(rendered=render_plain(example, answers_only=answers), plain=True)
         example = as_chat(example)
     if isinstance(example, Chat):
@@ -176,7 +200,10 @@ class _Edges:
 
 
 def _tokenize(
-    rows: Sequence[_Row], tokenizer: PreTrainedTokenizerBase, edges: _Edges
+    rows: Sequence[_Row],
+    row_of: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    edges: _Edges,
 ) -> Iterator[Tokenized]:
     for start in range(0, len(rows), _BATCH):
         batch = rows[start : start + _BATCH]
@@ -193,7 +220,9 @@ def _tokenize(
             if row.plain:
                 ids, trained = edges.around(ids, trained)
             ids, trained = edges.single_begin(ids, trained)
-            yield Tokenized(row=start + i, input_ids=np.asarray(ids, np.int32), trained=trained)
+            yield Tokenized(
+                row=row_of[start + i], input_ids=np.asarray(ids, np.int32), trained=trained
+            )
 
 
 def trained_tokens(encoding: Encoding, spans: Iterable[Span]) -> np.ndarray:
