@@ -8,6 +8,8 @@
     ├── AdapterError(ValueError)       LoRA targets that match nothing, adapters that do not fit
     ├── CheckpointError                a checkpoint is missing, damaged or of another run
     ├── PlanError                      nothing can be compiled for this slice on this machine
+    ├── ServeError                     the serving engine refused a request or stopped
+    │   └── QueueFullError             too many requests wait; try again later
     └── TrainingError                  the run itself went wrong (loss is not finite, ...)
 
 A message says what was given, what is needed and what to do, and lists all problems at once.
@@ -50,3 +52,11 @@ class PlanError(HeadraceError):
 
 class TrainingError(HeadraceError):
     """The training run went wrong: a loss that is not finite, a disk that is full, ..."""
+
+
+class ServeError(HeadraceError):
+    """The serving engine stopped, or cannot take a request."""
+
+
+class QueueFullError(ServeError):
+    """The engine's queue is full; the same request may succeed a little later."""
