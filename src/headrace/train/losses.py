@@ -40,11 +40,15 @@ class JaxModule(Protocol):
     def without_head(self) -> tuple[Any, Any]: ...
 
 
+Means = Mapping[str, tuple[Array, Array]]
+
+
 class LossSums(NamedTuple):
     """One micro-batch: float32 sums, the new buffers, and what evaluation may want to see.
 
     correct: supervised positions whose arg-max is the label, None where there are no classes.
-    logits: [B, C] for classification, None for causal.
+    logits: [B, C] for classification, [B, S, C] for tokens, None for causal. means: other numbers
+    to log, each as (sum, count).
     """
 
     loss: Array
@@ -52,6 +56,7 @@ class LossSums(NamedTuple):
     buffers: Mapping[str, Array]
     correct: Array | None = None
     logits: Array | None = None
+    means: Means = {}
 
 
 class Loss(Protocol):
@@ -64,12 +69,18 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CausalLoss:
-    """Next-token loss; `notes` say how the head is computed, for the start screen."""
+    """Next-token loss; `notes` say how the head is computed, for the start screen.
+
+    shift: False for masked language models, whose label stands at its own place.
+    label_smoothing: as in torch, over the vocabulary; in training only.
+    """
 
     module: Any
     head: Any | None
     remat: str = "none"
     head_trainable: bool = True
+    shift: bool = True
+    label_smoothing: float = 0.0
     model_inputs: tuple[str, ...] = ("input_ids", "position_ids")
     notes: tuple[str, ...] = field(default=())
 
@@ -81,13 +92,21 @@ class CausalLoss:
         outputs, new_buffers = self.module.apply(
             params, buffers, rng=rng, train=train, remat=self.remat, **segments, **inputs
         )
-        targets_BS = shift_labels(batch["labels"], batch.get("segment_ids"))
+        targets_BS = batch["labels"]
+        if self.shift:
+            targets_BS = shift_labels(targets_BS, batch.get("segment_ids"))
+        smoothing = self.label_smoothing if train else 0.0
         if self.head is None:
-            return _token_loss(outputs.logits, targets_BS, new_buffers)
-        return self._fused(params, outputs.logits, targets_BS, new_buffers)
+            return _token_loss(outputs.logits, targets_BS, new_buffers, smoothing)
+        return self._fused(params, outputs.logits, targets_BS, new_buffers, smoothing)
 
     def _fused(
-        self, params: Params, hidden_BSD: Array, targets_BS: Array, buffers: Mapping[str, Array]
+        self,
+        params: Params,
+        hidden_BSD: Array,
+        targets_BS: Array,
+        buffers: Mapping[str, Array],
+        label_smoothing: float,
     ) -> LossSums:
         assert self.head is not None
         bias_key = self.head.bias_key
@@ -98,6 +117,7 @@ class CausalLoss:
             bias=params[bias_key] if bias_key is not None else None,
             tail=self.head.tail,
             ignore_index=IGNORE_INDEX,
+            label_smoothing=label_smoothing,
             weight_grad=self.head_trainable,
         )
         correct = found.correct.astype(jnp.float32)
@@ -111,24 +131,26 @@ def causal_loss(
     remat: str = "none",
     fused: bool = True,
     model_inputs: tuple[str, ...] = ("input_ids", "position_ids"),
+    **options: Any,
 ) -> CausalLoss:
-    """The causal loss of a captured model; without logits in memory when its head can be split."""
+    """The causal loss of a captured model; without logits in memory when its head can be split.
+
+    options: shift and label_smoothing of CausalLoss.
+    """
+    options |= {"remat": remat, "model_inputs": model_inputs}
     if not fused:
-        return CausalLoss(module=module, head=None, remat=remat, model_inputs=model_inputs)
+        return CausalLoss(module=module, head=None, **options)
     try:
         if not module.program.dynamic:
             raise CaptureError("the capture has static shapes and is made anew for each of them")
         backbone, head = module.without_head()
     except CaptureError as reason:
         note = f"loss computes all logits [B, S, V]: the LM head could not be split off ({reason})"
-        return CausalLoss(
-            module=module, head=None, remat=remat, model_inputs=model_inputs, notes=(note,)
-        )
+        return CausalLoss(module=module, head=None, notes=(note,), **options)
     return CausalLoss(
         module=backbone,
         head=head,
-        remat=remat,
-        model_inputs=model_inputs,
+        **options,
         head_trainable=bool({head.weight_key, head.bias_key} & trainable),
     )
 
@@ -142,12 +164,18 @@ def shift_labels(labels_BS: Array, segment_ids_BS: Array | None) -> Array:
     return jnp.where(following == segment_ids_BS, targets, IGNORE_INDEX)
 
 
-def _token_loss(logits: Array, targets: Array, buffers: Mapping[str, Array]) -> LossSums:
+def _token_loss(
+    logits: Array, targets: Array, buffers: Mapping[str, Array], label_smoothing: float = 0.0
+) -> LossSums:
     mask = targets != IGNORE_INDEX
     logits = logits.astype(jnp.float32)
     safe = jnp.where(mask, targets, 0)
     picked = jnp.take_along_axis(logits, safe[..., None], axis=-1)[..., 0]
-    nll = jax.nn.logsumexp(logits, axis=-1) - picked
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    nll = normaliser - picked
+    if label_smoothing:
+        uniform = normaliser - logits.mean(axis=-1)
+        nll = (1 - label_smoothing) * nll + label_smoothing * uniform
     correct = (logits.argmax(axis=-1) == targets) & mask
     return LossSums(
         loss=jnp.where(mask, nll, 0.0).sum(),
@@ -189,6 +217,7 @@ class ClassificationLoss:
     module: Any
     problem_type: ProblemType
     remat: str = "none"
+    label_smoothing: float = 0.0
     model_inputs: tuple[str, ...] = ("input_ids", "attention_mask", "token_type_ids")
     notes: tuple[str, ...] = field(default=())
 
@@ -203,6 +232,9 @@ class ClassificationLoss:
         labels = batch["labels"]
         weights_B = batch.get("weights", jnp.ones(logits_BC.shape[0], jnp.float32))
         rows_B = ROW_LOSSES[self.problem_type](logits_BC, labels)
+        if self.label_smoothing and train and self.problem_type == "single_label_classification":
+            uniform_B = jax.nn.logsumexp(logits_BC, axis=-1) - logits_BC.mean(axis=-1)
+            rows_B = (1 - self.label_smoothing) * rows_B + self.label_smoothing * uniform_B
         correct = None
         if self.problem_type == "single_label_classification":
             hit_B = (logits_BC.argmax(axis=-1) == labels) & (weights_B > 0)
@@ -215,6 +247,28 @@ class ClassificationLoss:
             correct=correct,
             logits=logits_BC,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenClassificationLoss:
+    """One label for each token that has one (labels [B, S], -100 elsewhere)."""
+
+    module: Any
+    remat: str = "none"
+    label_smoothing: float = 0.0
+    model_inputs: tuple[str, ...] = ("input_ids", "attention_mask", "token_type_ids")
+    notes: tuple[str, ...] = field(default=())
+
+    def __call__(
+        self, params: Params, buffers: Params, batch: Batch, *, rng: Array | None, train: bool
+    ) -> LossSums:
+        inputs = {name: batch[name] for name in self.model_inputs if name in batch}
+        outputs, new_buffers = self.module.apply(
+            params, buffers, rng=rng, train=train, remat=self.remat, **inputs
+        )
+        smoothing = self.label_smoothing if train else 0.0
+        sums = _token_loss(outputs.logits, batch["labels"], new_buffers, smoothing)
+        return sums._replace(logits=outputs.logits.astype(jnp.float32))
 
 
 def infer_problem_type(num_labels: int, labels: Any, configured: str | None) -> ProblemType:
