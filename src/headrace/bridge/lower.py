@@ -8,6 +8,7 @@ Knows: graph nodes, rules, loops and remat policies. Does not know: modules, par
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -20,6 +21,7 @@ import torch.fx as fx
 from jax.ad_checkpoint import checkpoint_name
 from torch._ops import OpOverload
 
+from headrace.bridge.divide import Division, constrained, divide, embedding, gathered
 from headrace.bridge.dtypes import to_jax_dtype
 from headrace.bridge.intercept import AttentionCall, Intercept
 from headrace.bridge.masks import MaskSpec, attention_rule, mask_rule
@@ -27,11 +29,13 @@ from headrace.bridge.ops.registry import Rule, lookup
 from headrace.bridge.program import Loop, Program
 from headrace.errors import UnsupportedOpsError
 from headrace.kernels import ATTENTION_RESIDUALS
+from headrace.kernels.partition import Partition, save_but_weights, tracing_on_mesh
 
 RematPolicy = Literal["none", "full", "dots", "attention", "offload"]
 Array = jax.Array
 
 _HEADRACE = torch.ops.headrace
+_EMBEDDING = torch.ops.aten.embedding.default
 _LAYER_ARGUMENT = 10  # of headrace::attention
 
 
@@ -43,6 +47,7 @@ class Settings:
     rng: key for every operator that draws; None when the program draws nothing.
     train: False turns dropout off and makes batch norm use its running statistics.
     intercept: what stands in for attention, see `bridge.intercept`.
+    partition: the mesh; `division` is what it means for the program being run.
     """
 
     rng: Array | None = None
@@ -50,6 +55,8 @@ class Settings:
     remat: RematPolicy = "none"
     segment_ids: Array | None = None
     intercept: Intercept | None = None
+    partition: Partition | None = None
+    division: Division | None = None
     symbols: Mapping[Any, int] = field(default_factory=dict)
     sizes: dict[Any, int | None] = field(default_factory=dict)
     observe: Callable[[fx.Node, Any], None] | None = None
@@ -104,8 +111,10 @@ def _own_rule(node: fx.Node) -> Any:
 def run(program: Program, values: Sequence[Any], settings: Settings) -> list[Any]:
     """All results of the graph for the values of its placeholders, in order."""
     symbols = _bind_symbols(program, values)
-    settings = replace(settings, symbols=symbols, sizes={})
-    return list(interpret(program.graph, values, settings))
+    division = None if settings.partition is None else divide(program, settings.partition)
+    settings = replace(settings, symbols=symbols, sizes={}, division=division)
+    with tracing_on_mesh(settings.partition):
+        return list(interpret(program.graph, values, settings))
 
 
 def _bind_symbols(program: Program, values: Sequence[Any]) -> dict[Any, int]:
@@ -144,11 +153,17 @@ def _interpret(graph: fx.Graph, env: dict[fx.Node, Any], settings: Settings) -> 
 def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> Any:
     """The value of one node when those of its inputs are in `env`."""
     # fx.map_arg turns lists into immutable ones and keeps slices; values are looked up as they are.
-    args: Any = fx.map_arg(node.args, lambda n: env[n])
-    kwargs: Any = dict(fx.map_arg(node.kwargs, lambda n: env[n]))  # pyright: ignore[reportArgumentType]
     target: Any = node.target
+    division = settings.division
+    looked_up = target is _EMBEDDING and division is not None and _is_table(node, division)
+
+    def value(n: fx.Node) -> Any:
+        return env[n] if looked_up or isinstance(target, Loop) else gathered(division, n, env[n])
+
+    args: Any = fx.map_arg(node.args, value)
+    kwargs: Any = dict(fx.map_arg(node.kwargs, value))  # pyright: ignore[reportArgumentType]
     if isinstance(target, Loop):
-        return _run_loop(target, args, settings)
+        return _run_loop(target, node, args, settings)
     if target is _HEADRACE.mask.default:
         return mask_rule(*args, **kwargs)
     if target is _HEADRACE.attention.default and settings.intercept is not None:
@@ -157,7 +172,9 @@ def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> 
         return out
     if target is _HEADRACE.attention.default:
         key = _key(node, settings) if args[9] and settings.train is not False else None
-        out = attention_rule(*args, segment_ids=settings.segment_ids, key=key)
+        partition = settings.partition
+        ids = settings.segment_ids
+        out = attention_rule(*args, segment_ids=ids, key=key, partition=partition)
         out = checkpoint_name(out, "attention")
         _compare(node, out, settings)
         return out
@@ -169,6 +186,10 @@ def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> 
     rule = lookup(target)
     if rule is None:
         raise UnsupportedOpsError(f"{target} has no JAX rule ({place(node)})")
+    if looked_up and division is not None:
+        found = embedding(division, node, args, functools.partial(rule.function, **kwargs))
+        _compare(node, found, settings)
+        return found
     result = _apply_rule(rule, node, args, kwargs, settings)
     if settings.intercept is not None and target is torch.ops.aten.linear.default:
         return settings.intercept.linear(node, args[0], result)
@@ -189,6 +210,11 @@ def _attention_call(node: fx.Node, args: Sequence[Any]) -> AttentionCall:
         scale=scale,
         softcap=softcap,
     )
+
+
+def _is_table(node: fx.Node, division: Division) -> bool:
+    """Whether an embedding's table is a divided weight of the program itself."""
+    return isinstance(node.args[0], fx.Node) and node.args[0].name in division.specs
 
 
 def _is_mask(value: Any) -> bool:
@@ -310,7 +336,9 @@ def _size(size: Any, settings: Settings) -> int | None:
     return settings.sizes[expression]
 
 
-def _run_loop(loop: Loop, args: Sequence[Any], settings: Settings) -> tuple[Any, ...]:
+def _run_loop(
+    loop: Loop, node: fx.Node, args: Sequence[Any], settings: Settings
+) -> tuple[Any, ...]:
     carries = tuple(args[: loop.num_carries])
     stacked = tuple(args[loop.num_carries : loop.num_carries + loop.num_stacked])
     shared = tuple(args[loop.num_carries + loop.num_stacked :])
@@ -322,10 +350,15 @@ def _run_loop(loop: Loop, args: Sequence[Any], settings: Settings) -> tuple[Any,
         inner = settings
         if settings.rng is not None:
             inner = replace(settings, rng=jax.random.fold_in(settings.rng, index))
-        results = tuple(interpret(loop.body, (*carry, *values, *shared), inner))
+        entering = (*carry, *values, *shared)
+        if settings.division is not None:
+            entering = _enter(loop, node, entering, settings.division)
+            inner = replace(inner, division=replace(settings.division, specs={}))
+        results = tuple(interpret(loop.body, entering, inner))
         return results[: loop.num_carries], results[loop.num_carries :]
 
-    run_body = _remat(body, settings.remat, in_loop=loop.length > 1)
+    divided = settings.division is not None
+    run_body = _remat(body, settings.remat, in_loop=loop.length > 1, divided=divided)
     if loop.length == 1:
         carry, collected = run_body(carries, (jnp.uint32(0), stacked))
         return (*carry, *collected)
@@ -361,13 +394,31 @@ def _run_intercepted(
     return (*carry, *collected)
 
 
-def _remat(body: Callable[..., Any], policy: RematPolicy, *, in_loop: bool) -> Callable[..., Any]:
+def _enter(loop: Loop, node: fx.Node, values: Sequence[Any], division: Division) -> tuple[Any, ...]:
+    """What enters a loop's body on a mesh: carries laid out by tokens, weights gathered."""
+    entering: list[Any] = []
+    placeholders = [n for n in loop.body.nodes if n.op == "placeholder"]
+    for i, (value, inner) in enumerate(zip(values, placeholders, strict=True)):
+        outer: Any = node.args[i]
+        if i < loop.num_carries:
+            value = constrained(division, inner.meta.get("val"), value)
+        elif isinstance(outer, fx.Node):
+            value = gathered(division, outer, value)
+        entering.append(value)
+    return tuple(entering)
+
+
+def _remat(
+    body: Callable[..., Any], policy: RematPolicy, *, in_loop: bool, divided: bool = False
+) -> Callable[..., Any]:
     if policy not in get_args(RematPolicy):
         raise ValueError(
             f"remat={policy!r} is not a policy; it is one of {', '.join(get_args(RematPolicy))}"
         )
     if policy == "none":
-        return body
+        if not divided:
+            return body
+        return jax.checkpoint(body, policy=save_but_weights, prevent_cse=not in_loop)
     policies = jax.checkpoint_policies
     chosen = {
         "full": policies.nothing_saveable,

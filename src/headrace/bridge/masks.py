@@ -6,6 +6,7 @@ something other than attention reads it. Shapes: B = batch, N = query heads, T =
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from headrace.kernels.attention import attention
+from headrace.kernels.attention_sharded import attention_on_mesh
+from headrace.kernels.partition import Partition
 
 Array = jax.Array
 
@@ -82,8 +85,12 @@ def attention_rule(
     *,
     segment_ids: Array | None = None,
     key: Array | None = None,
+    partition: Partition | None = None,
 ) -> Array:
     """headrace::attention; `segment_ids` [B, T] of the batch apply to self-attention only."""
+    attend: Any = attention
+    if partition is not None:
+        attend = functools.partial(attention_on_mesh, partition.mesh)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap or None, "sinks": sinks}
     if key is not None:
         options |= {"dropout": dropout, "key": key}
@@ -94,18 +101,18 @@ def attention_rule(
         if bias is not None:
             allowed = replace(mask, segments=segments).dense()
             options["mask"] = jnp.where(allowed, bias, jnp.finfo(bias.dtype).min)
-            return attention(query, key_, value, causal=False, **options)
+            return attend(query, key_, value, causal=False, **options)
         options |= {
             "window": mask.window or None,
             "padding_mask": None if mask.padding is None else mask.padding.astype(bool),
             "segment_ids": segments,
         }
-        return attention(query, key_, value, causal=mask.causal, **options)
+        return attend(query, key_, value, causal=mask.causal, **options)
     if segment_ids is not None and query.shape[2] == key_.shape[2]:
         options["segment_ids"] = segment_ids
     if bias is not None:
         mask = bias if mask is None else _biased(mask, bias)
-    return attention(query, key_, value, causal=causal and query.shape[2] > 1, mask=mask, **options)
+    return attend(query, key_, value, causal=causal and query.shape[2] > 1, mask=mask, **options)
 
 
 def _biased(mask: Array, bias: Array) -> Array:

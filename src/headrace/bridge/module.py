@@ -30,6 +30,7 @@ from headrace.bridge.passes.roll import roll_layers
 from headrace.bridge.passes.simplify import simplify
 from headrace.bridge.program import Input, Program, run_pass
 from headrace.errors import CaptureError
+from headrace.kernels.partition import Partition
 
 log = logging.getLogger(__name__)
 Array = jax.Array
@@ -89,6 +90,7 @@ class JaxModule:
     buffer_layout: Layout
     head: Head | None = None
     recapture: Callable[[tuple[Any, ...], dict[str, Any]], Program] | None = None
+    partition: Partition | None = None
     _constants: dict[str, np.ndarray] = field(default_factory=dict)
     _variants: dict[Any, Program] = field(default_factory=dict)
 
@@ -173,9 +175,14 @@ class JaxModule:
             segment_ids=segment_ids,
             observe=observe,
             intercept=intercept,
+            partition=self.partition,
         )
         results = lower.run(program, values, settings)
         return self._results(program, results, buffers)
+
+    def on_mesh(self, partition: Partition | None) -> JaxModule:
+        """This module divided over a mesh: the same function of the same arrays."""
+        return replace(self, partition=partition)
 
     def example(self, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Example inputs as `(args, kwargs)` with what capture added, ready to call the torch

@@ -17,6 +17,7 @@ from headrace.kernels.attention import attention, target_platform
 from headrace.kernels.attention_chunked import RESIDUALS as ATTENTION_RESIDUALS
 from headrace.kernels.attention_sharded import attention_on_mesh
 from headrace.kernels.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from headrace.kernels.linear_cross_entropy_sharded import linear_cross_entropy_on_mesh
 
 __all__ = [
     "ATTENTION_RESIDUALS",
@@ -24,5 +25,6 @@ __all__ = [
     "attention",
     "attention_on_mesh",
     "linear_cross_entropy",
+    "linear_cross_entropy_on_mesh",
     "target_platform",
 ]

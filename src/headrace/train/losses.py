@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from headrace.errors import CaptureError, ConfigError
-from headrace.kernels import linear_cross_entropy
+from headrace.kernels import linear_cross_entropy, linear_cross_entropy_on_mesh
 from headrace.train.state import Params
 
 IGNORE_INDEX = -100
@@ -109,17 +109,31 @@ class CausalLoss:
         label_smoothing: float,
     ) -> LossSums:
         assert self.head is not None
-        bias_key = self.head.bias_key
-        found = linear_cross_entropy(
-            hidden_BSD.reshape(-1, hidden_BSD.shape[-1]),
-            params[self.head.weight_key],
-            targets_BS.reshape(-1),
-            bias=params[bias_key] if bias_key is not None else None,
-            tail=self.head.tail,
-            ignore_index=IGNORE_INDEX,
-            label_smoothing=label_smoothing,
-            weight_grad=self.head_trainable,
-        )
+        weight_key, bias_key = self.head.weight_key, self.head.bias_key
+        options: dict[str, Any] = {
+            "bias": params[bias_key] if bias_key is not None else None,
+            "tail": self.head.tail,
+            "ignore_index": IGNORE_INDEX,
+            "label_smoothing": label_smoothing,
+            "weight_grad": self.head_trainable,
+        }
+        partition = getattr(self.module, "partition", None)
+        if partition is None:
+            found = linear_cross_entropy(
+                hidden_BSD.reshape(-1, hidden_BSD.shape[-1]),
+                params[weight_key],
+                targets_BS.reshape(-1),
+                **options,
+            )
+        else:
+            found = linear_cross_entropy_on_mesh(
+                partition,
+                hidden_BSD,
+                params[weight_key],
+                targets_BS,
+                weight_spec=partition.weights[weight_key].stored,
+                **options,
+            )
         correct = found.correct.astype(jnp.float32)
         return LossSums(found.loss_sum, found.weight_sum, buffers, correct)
 

@@ -13,6 +13,7 @@ from headrace.bridge.dtypes import to_jax_dtype
 from headrace.bridge.ops.promotion import category, result_dtype
 from headrace.bridge.ops.registry import aliases, lowers
 from headrace.kernels.attention import traced_platform
+from headrace.kernels.partition import traced_on_mesh
 
 aten = torch.ops.aten
 Scalar = bool | int | float | complex
@@ -45,7 +46,7 @@ def aten_kron(self: Array, other: Array) -> Array:
 def aten_linear(input: Array, weight: Array, bias: Array | None = None) -> Array:
     """linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor"""
     rows = input
-    if input.ndim > 2 and traced_platform() == "cpu":
+    if input.ndim > 2 and traced_platform() == "cpu" and not traced_on_mesh():
         # XLA's CPU backend transposes a 3-dim operand of the weight gradient element by element:
         # three times slower. Elsewhere batch and sequence stay apart, for they may be sharded.
         rows = input.reshape(-1, input.shape[-1])
