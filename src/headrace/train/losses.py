@@ -56,7 +56,7 @@ class LossSums(NamedTuple):
     buffers: Mapping[str, Array]
     correct: Array | None = None
     logits: Array | None = None
-    means: Means = {}
+    means: Means | None = None
 
 
 class Loss(Protocol):

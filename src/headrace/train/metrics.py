@@ -152,6 +152,10 @@ class Window:
         }
         if "accuracy" in last:
             logs["mean_token_accuracy"] = mean("accuracy")
+        for name in last:
+            if "/" in name or name == "kl":  # what the loss itself names: rewards/margins, ...
+                found = [m[name] for m in good if math.isfinite(m[name])]
+                logs[name] = math.fsum(found) / len(found) if found else math.nan
         if len(good) < len(self._records):
             logs["skipped_steps"] = float(len(self._records) - len(good))
         self._records = []

@@ -350,8 +350,9 @@ def reference_values(
     compute: trainable parameters in the model's dtype, from before training. With a fresh LoRA
     adapter its B is zero, so the adapter needs no copy; a trained one is copied (it is small).
     """
-    down = {k for k in compute if adapter and _is_lora(layout_keys[k], ".lora_A", ".lora_embedding_A")}
-    up = {k for k in compute if adapter and _is_lora(layout_keys[k], ".lora_B", ".lora_embedding_B")}
+    lora = compute if adapter else {}
+    down = {k for k in lora if _is_lora(layout_keys[k], ".lora_A", ".lora_embedding_A")}
+    up = {k for k in lora if _is_lora(layout_keys[k], ".lora_B", ".lora_embedding_B")}
     fresh = not any(bool(jnp.any(compute[key] != 0)) for key in up)
     free = down | up if fresh else set[str]()
     copies = {REFERENCE + k: jnp.array(v, copy=True) for k, v in compute.items() if k not in free}

@@ -38,12 +38,15 @@ class StepSums(NamedTuple):
     weight: Array
     correct: Array | None
     num_tokens: Array
+    means: dict[str, tuple[Array, Array]]
 
 
 def count_tokens(batch: Batch) -> Array:
     """Real tokens (neither padding nor filler rows) of a batch, int32."""
-    if "segment_ids" in batch:
-        return (batch["segment_ids"] > 0).sum(dtype=jnp.int32)
+    segments = [value for name, value in batch.items() if name.endswith("segment_ids")]
+    if segments:
+        counts = [(value > 0).sum(dtype=jnp.int32) for value in segments]
+        return jnp.stack(counts).sum(dtype=jnp.int32)
     if "attention_mask" in batch:
         real = batch["attention_mask"] > 0
         if "weights" in batch:
@@ -64,15 +67,17 @@ def _micro_sums(
 
     def objective(trainable: Params) -> tuple[Array, Any]:
         sums = loss({**trainable, **frozen}, buffers, batch, rng=key, train=True)
-        return sums.loss, (sums.weight, sums.correct, {**buffers, **sums.buffers})
+        aside = (sums.weight, sums.correct, dict(sums.means or {}))
+        return sums.loss, (aside, {**buffers, **sums.buffers})
 
-    (total, (weight, correct, after)), grads = jax.value_and_grad(objective, has_aux=True)(compute)
+    (total, (aside, after)), grads = jax.value_and_grad(objective, has_aux=True)(compute)
     sums = StepSums(
         grads={name: grad.astype(jnp.float32) for name, grad in grads.items()},
         loss=total.astype(jnp.float32),
-        weight=weight,
-        correct=correct,
+        weight=aside[0],
+        correct=aside[1],
         num_tokens=count_tokens(batch),
+        means=aside[2],
     )
     return sums, after
 
@@ -145,6 +150,7 @@ def _apply_sums(
     }
     if sums.correct is not None:
         metrics["accuracy"] = sums.correct / sums.weight
+    metrics |= {name: total / count for name, (total, count) in sums.means.items()}
     return new_state, metrics
 
 
@@ -159,8 +165,8 @@ def make_train_step(
 
     dtypes: compute dtype of each trainable key. max_grad_norm: 0 turns clipping off.
     Metrics are scalars: loss, grad_norm (before the clip), learning_rate, num_tokens (real),
-    num_supervised (Σ of weights), finite (bool), and accuracy where the loss counts it; beside them
-    grad_squares, the squared gradient norm of each trainable key in sorted order.
+    num_supervised (Σ of weights), finite (bool), accuracy where the loss counts it, and the means
+    a loss names (NaN where nothing was counted); beside them grad_squares, the squared gradient norm of each trainable key in sorted order.
     """
 
     def train_step(
@@ -217,7 +223,7 @@ def make_update_step(
 
 def make_eval_step(loss: Loss, *, dtypes: Mapping[str, Any]) -> EvalFunction:
     """`(trainable, frozen, buffers, batch [B, ...]) -> sums`: loss_sum, weight, num_tokens, and
-    correct and logits where the loss has them. Dropout is off and buffers stay as they are."""
+    correct and logits where the loss has them, and its means as name:sum and name:count. Dropout is off and buffers stay as they are."""
 
     def eval_step(trainable: Params, frozen: Params, buffers: Params, batch: Batch) -> Metrics:
         params = {**cast_params(trainable, dtypes), **frozen}
@@ -231,6 +237,8 @@ def make_eval_step(loss: Loss, *, dtypes: Mapping[str, Any]) -> EvalFunction:
             metrics["correct"] = sums.correct
         if sums.logits is not None:
             metrics["logits"] = sums.logits
+        for name, (total, count) in (sums.means or {}).items():
+            metrics[f"{name}:sum"], metrics[f"{name}:count"] = total, count
         return metrics
 
     return eval_step
