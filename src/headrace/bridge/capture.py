@@ -58,11 +58,39 @@ def capture(
     arguments = pytree.tree_map(_example, arguments)
     _check_inputs(module, args, arguments)
     notes: list[str] = []
-    exported = _export(module, args, arguments, dynamic, attention, notes)
-    exported = _functional(exported)
-    program = _program(module, exported, notes)
+    with _stand_ins(module):
+        exported = _export(module, args, arguments, dynamic, attention, notes)
+        exported = _functional(exported)
+        program = _program(module, exported, notes)
     record = PassRecord(name="capture", seconds=time.perf_counter() - start, notes=tuple(notes))
     return replace(program, history=(record,))
+
+
+@contextlib.contextmanager
+def _stand_ins(module: nn.Module) -> Generator[None]:
+    """Tensors on the meta device as CPU tensors without memory, while the module is traced.
+
+    One value stretched to the shape: so constants of the forward are made on the CPU as always.
+    """
+    places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    made: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):  # pyright: ignore[reportPrivateUsage]
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    places.append((tensors, name, tensor))
+    try:
+        for tensors, name, tensor in places:
+            if id(tensor) not in made:  # tied tensors stay tied
+                value = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                if isinstance(tensor, nn.Parameter):
+                    value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                made[id(tensor)] = value
+            tensors[name] = made[id(tensor)]
+        yield
+    finally:
+        for tensors, name, tensor in places:
+            tensors[name] = tensor
 
 
 def _example(value: Any) -> Any:
