@@ -34,6 +34,7 @@ RENAMED: Mapping[str, str] = {
     "num_epochs": "num_train_epochs",
     "epochs": "num_train_epochs",
     "lr": "learning_rate",
+    "label_smoothing": "label_smoothing_factor",
     "lr_scheduler": "lr_scheduler_type",
     "optimizer": "optim",
     "evaluation_strategy": "eval_strategy",
@@ -80,7 +81,6 @@ REFUSED: Mapping[str, str] = {
     "fsdp": "sharding is XLA's; remove it",
     "fsdp_config": "sharding is XLA's; remove it",
     "auto_find_batch_size": "set per_device_train_batch_size instead",
-    "label_smoothing_factor": "not supported; remove it",
     "use_liger_kernel": "the fused loss is always on; remove it",
     "save_on_each_node": "checkpoints are written together by all hosts; remove it",
 }

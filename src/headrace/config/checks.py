@@ -110,6 +110,19 @@ def _preference(config: TrainConfig) -> Iterator[Problem]:
             yield "use_dora", f"{loss} turns the adapter off for the reference; use plain LoRA"
 
 
+def _smoothing(config: TrainConfig) -> Iterator[Problem]:
+    if not config.label_smoothing_factor:
+        return
+    if config.task in ("preference", "reward"):
+        yield (
+            "label_smoothing_factor",
+            f"spreads labels, and task {config.task} has none; for pairs that may be labelled the "
+            "wrong way round set preference_label_smoothing",
+        )
+    if config.problem_type == "regression":
+        yield "label_smoothing_factor", "has no meaning for numbers; remove it"
+
+
 def _lengths(config: TrainConfig) -> Iterator[Problem]:
     buckets = config.length_buckets
     if buckets is None:

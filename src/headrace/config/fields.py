@@ -239,6 +239,9 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     adam_beta2: float = _optim(0.999, "Second moment decay.", ge=0, lt=1)
     adam_epsilon: float = _optim(1e-8, "Added to the denominator.", gt=0)
     max_grad_norm: float = _optim(1.0, "Clip gradients to this norm; 0 turns it off.", ge=0)
+    label_smoothing_factor: float = _optim(
+        0.0, "Share of a label that is spread over all classes or tokens.", ge=0, lt=1
+    )
     neftune_noise_alpha: float | None = _optim(None, "Noise added to embeddings.", gt=0)
 
     preference_loss: PreferenceLossName = _preference(

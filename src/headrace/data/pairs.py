@@ -242,7 +242,9 @@ def apply_answer_policy(
         for piece, trained in used:
             ids.append(piece)
             labels.append(token_labels(piece, trained))
-    outcome.kept, outcome.dropped = len(kept), len(groups) - len(kept)
+    rows = {token.row for number in kept for token in groups[number]}
+    outcome.kept = len(rows)
+    outcome.dropped = len({token.row for token in answers.tokens}) - len(rows)
     if unsupervised:
         outcome.notes.append(f"{unsupervised:,} dropped: an answer is not within max_length")
     if not kept:

@@ -1,4 +1,4 @@
-"""Sums and predictions -> numbers. scikit-learn computes what it has.
+"""Sums and predictions -> numbers. scikit-learn and seqeval compute what they have.
 
 Shapes: N = rows, C = classes.
 """
@@ -6,6 +6,7 @@ Shapes: N = rows, C = classes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,4 +49,28 @@ def regression_scores(predicted_N: np.ndarray, values_N: np.ndarray) -> dict[str
         "mse": float(mean_squared_error(values_N, predicted_N)),
         "mae": float(mean_absolute_error(values_N, predicted_N)),
         "r2": float(r2_score(values_N, predicted_N)) if varies else math.nan,
+    }
+
+
+def tagging_scores(
+    predicted: Sequence[Sequence[str]], expected: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """Tags by row and word: accuracy over words, and what of their entities was found.
+
+    With B-/I- tags precision, recall and f1 count whole entities (seqeval, as CoNLL does); with
+    other tags f1_weighted and f1_macro count words. Raises ValueError for no rows.
+    """
+    import seqeval.metrics as seqeval
+
+    flat_predicted = np.asarray([tag for row in predicted for tag in row])
+    flat_expected = np.asarray([tag for row in expected for tag in row])
+    words = classification_scores(flat_predicted, flat_expected)
+    if not all(tag == "O" or tag[:2] in ("B-", "I-") for tag in set(flat_expected.tolist())):
+        return words
+    rows, truth = [list(row) for row in predicted], [list(row) for row in expected]
+    return {
+        "accuracy": words["accuracy"],
+        "precision": float(seqeval.precision_score(truth, rows, zero_division=0)),
+        "recall": float(seqeval.recall_score(truth, rows, zero_division=0)),
+        "f1": float(seqeval.f1_score(truth, rows, zero_division=0)),
     }

@@ -1,6 +1,7 @@
-"""What differs between learning the next token and learning a label: model class, loss, metrics.
+"""What differs between the tasks: the model class, the loss, the metrics of an evaluation.
 
-Knows: Hugging Face auto classes, the two losses, scikit-learn's scores. Does not know: the loop.
+Knows: Hugging Face auto classes, the losses, scores of scikit-learn and seqeval. Does not
+know: the loop.
 Shapes: N = evaluated rows, C = classes.
 """
 
@@ -12,15 +13,25 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from jax import Array
 from peft import TaskType
 from torch import nn
 
 from headrace.config import TrainConfig
 from headrace.data.labels import Labels
 from headrace.errors import ConfigError
-from headrace.train.losses import ClassificationLoss, Loss, causal_loss
+from headrace.train import preference
+from headrace.train.losses import (
+    IGNORE_INDEX,
+    ClassificationLoss,
+    Loss,
+    TokenClassificationLoss,
+    causal_loss,
+)
 
 EvalSums = Sequence[Mapping[str, np.ndarray]]
+Names = Mapping[str, tuple[str, ...]]
+ENCODER_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 class Objective(Protocol):
@@ -32,8 +43,8 @@ class Objective(Protocol):
         ...
 
     @property
-    def task_type(self) -> TaskType:
-        """PEFT's name of the task."""
+    def task_type(self) -> TaskType | None:
+        """PEFT's name of the task; None where it has none."""
         ...
 
     def load_model(
@@ -41,6 +52,12 @@ class Objective(Protocol):
     ) -> tuple[nn.Module, list[str]]: ...
 
     def check_model(self, model: nn.Module, labels: Labels | None) -> None: ...
+
+    def reference_values(
+        self, layout_keys: Names, compute: Mapping[str, Array], *, adapter: bool
+    ) -> dict[str, Array]:
+        """Frozen copies of trainable parameters that the loss compares with; called once."""
+        ...
 
     def loss(self, module: Any, *, trainable: frozenset[str], remat: str) -> Loss: ...
 
@@ -64,36 +81,71 @@ def _mean_loss(sums: EvalSums) -> float:
     return math.fsum(float(s["loss_sum"]) for s in sums) / weight if weight else math.nan
 
 
-class CausalObjective:
-    """Next-token training of a causal language model."""
+def load_pretrained(
+    auto: Any, config: TrainConfig, **options: Any
+) -> tuple[Any, Mapping[str, Any]]:
+    """from_pretrained and its loading report; ConfigError says what a name lacks."""
+    name = str(config.model_name_or_path)
+    return auto.from_pretrained(name, output_loading_info=True, **options, **_load_options(config))
 
-    inputs = ("input_ids", "position_ids")
-    task_type = TaskType.CAUSAL_LM
 
-    def load_model(self, config: TrainConfig, labels: Labels | None) -> tuple[nn.Module, list[str]]:
-        """The model; weights its checkpoint lacks are an error, they would start as noise."""
-        from transformers import AutoModelForCausalLM
+def _new_weights(info: Mapping[str, Any], seed: int) -> list[str]:
+    """A note that names what the checkpoint lacks, or has in another shape."""
+    replaced = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
+    new = sorted({*info["missing_keys"], *replaced})
+    if not new:
+        return []
+    more = f" and {len(new) - 6} more" if len(new) > 6 else ""
+    return [f"new weights, from seed {seed}: {', '.join(new[:6])}{more}"]
 
-        del labels
-        name = str(config.model_name_or_path)
-        auto: Any = AutoModelForCausalLM
-        model, info = auto.from_pretrained(name, output_loading_info=True, **_load_options(config))
-        missing = sorted(info["missing_keys"])
-        if missing:
-            raise ConfigError(
-                f"{name} lacks {len(missing)} weights of {type(model).__name__} "
-                f"({', '.join(missing[:3])}, ...). Give the folder of a causal language model."
-            )
-        return model, []
+
+class _Objective:
+    """What most tasks share."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
 
     def check_model(self, model: nn.Module, labels: Labels | None) -> None:
         del model, labels
 
+    def reference_values(
+        self, layout_keys: Names, compute: Mapping[str, Array], *, adapter: bool
+    ) -> dict[str, Array]:
+        del layout_keys, compute, adapter
+        return {}
+
+    @property
+    def smoothing(self) -> float:
+        return self.config.label_smoothing_factor
+
+
+class CausalObjective(_Objective):
+    """Next-token training of a causal language model."""
+
+    inputs = ("input_ids", "position_ids")
+    task_type: TaskType | None = TaskType.CAUSAL_LM
+    auto_class = "AutoModelForCausalLM"
+
+    def load_model(self, config: TrainConfig, labels: Labels | None) -> tuple[nn.Module, list[str]]:
+        """The model; weights its checkpoint lacks are an error, they would start as noise."""
+        import transformers
+
+        del labels
+        model, info = load_pretrained(getattr(transformers, self.auto_class), config)
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise ConfigError(
+                f"{config.model_name_or_path} lacks {len(missing)} weights of "
+                f"{type(model).__name__} ({', '.join(missing[:3])}, ...). Give the folder of a "
+                f"{'masked' if config.task == 'masked-lm' else 'causal'} language model."
+            )
+        return model, []
+
     def loss(self, module: Any, *, trainable: frozenset[str], remat: str) -> Loss:
-        return causal_loss(module, trainable=trainable, remat=remat)
+        return causal_loss(module, trainable=trainable, remat=remat, label_smoothing=self.smoothing)
 
     def metrics(self, sums: EvalSums, batches: EvalSums) -> dict[str, float]:
-        """loss and perplexity; accuracy where the loss saw logits."""
+        """loss, perplexity and the share of tokens whose arg-max is right."""
         del batches
         loss = _mean_loss(sums)
         found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
@@ -103,34 +155,42 @@ class CausalObjective:
         return found
 
 
-class ClassificationObjective:
+class MaskedObjective(CausalObjective):
+    """Predicting masked tokens from both sides."""
+
+    inputs = ENCODER_INPUTS
+    task_type = None
+    auto_class = "AutoModelForMaskedLM"
+
+    def loss(self, module: Any, *, trainable: frozenset[str], remat: str) -> Loss:
+        return causal_loss(
+            module, trainable=trainable, remat=remat, model_inputs=self.inputs, shift=False,
+            label_smoothing=self.smoothing,
+        )  # fmt: skip
+
+
+class ClassificationObjective(_Objective):
     """One label, or one number, for a whole text."""
 
-    inputs = ("input_ids", "attention_mask", "token_type_ids")
-    task_type = TaskType.SEQ_CLS
+    inputs = ENCODER_INPUTS
+    task_type: TaskType | None = TaskType.SEQ_CLS
+    auto_class = "AutoModelForSequenceClassification"
 
     def load_model(self, config: TrainConfig, labels: Labels | None) -> tuple[nn.Module, list[str]]:
         """The model with a head for the labels; the note names what is new in it."""
-        from transformers import AutoModelForSequenceClassification
+        import transformers
 
-        assert labels is not None
-        names = {"id2label": labels.id2label, "label2id": labels.label2id} if labels.names else {}
-        auto: Any = AutoModelForSequenceClassification
-        model, info = auto.from_pretrained(
-            str(config.model_name_or_path),
-            num_labels=labels.num_labels,
-            problem_type=labels.problem_type,
-            ignore_mismatched_sizes=True,  # a head for other labels is replaced, and named below
-            output_loading_info=True,
-            **names,
-            **_load_options(config),
-        )
-        replaced = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
-        new = sorted({*info["missing_keys"], *replaced})
-        notes = [f"new weights, from seed {config.seed}: {', '.join(new[:6])}"] if new else []
-        if len(new) > 6:
-            notes[0] += f" and {len(new) - 6} more"
-        return model, notes
+        names: dict[str, Any] = {"num_labels": 1}
+        if labels is not None:
+            names = {"num_labels": labels.num_labels}
+            if config.task == "sequence-classification":
+                names["problem_type"] = labels.problem_type
+            if labels.names:
+                names |= {"id2label": labels.id2label, "label2id": labels.label2id}
+        auto = getattr(transformers, self.auto_class)
+        # a head for other labels is replaced, and named in the note
+        model, info = load_pretrained(auto, config, ignore_mismatched_sizes=True, **names)
+        return model, _new_weights(info, config.seed)
 
     def check_model(self, model: nn.Module, labels: Labels | None) -> None:
         """The model's head must fit the labels; its config learns their names."""
@@ -144,7 +204,8 @@ class ClassificationObjective:
                 f"Build the model with num_labels={labels.num_labels}, or give its name instead."
             )
         if config is not None:
-            config.problem_type = labels.problem_type
+            if self.config.task == "sequence-classification":
+                config.problem_type = labels.problem_type
             if labels.names:
                 config.id2label, config.label2id = labels.id2label, labels.label2id
         self._problem_type = labels.problem_type
@@ -152,7 +213,9 @@ class ClassificationObjective:
     def loss(self, module: Any, *, trainable: frozenset[str], remat: str) -> Loss:
         del trainable
         kind: Any = self._problem_type
-        return ClassificationLoss(module=module, problem_type=kind, remat=remat)
+        return ClassificationLoss(
+            module=module, problem_type=kind, remat=remat, label_smoothing=self.smoothing
+        )
 
     def metrics(self, sums: EvalSums, batches: EvalSums) -> dict[str, float]:
         """loss, with accuracy and macro F1 for classes, or mse, mae and R2 for numbers."""
@@ -168,6 +231,107 @@ class ClassificationObjective:
         return found | classification_scores(logits_NC.argmax(axis=-1), labels_N)
 
 
+class TaggingObjective(ClassificationObjective):
+    """One label for each word."""
+
+    task_type = TaskType.TOKEN_CLS
+    auto_class = "AutoModelForTokenClassification"
+
+    def check_model(self, model: nn.Module, labels: Labels | None) -> None:
+        super().check_model(model, labels)
+        assert labels is not None and labels.names is not None
+        self._names = labels.names
+
+    def loss(self, module: Any, *, trainable: frozenset[str], remat: str) -> Loss:
+        del trainable
+        return TokenClassificationLoss(module=module, remat=remat, label_smoothing=self.smoothing)
+
+    def metrics(self, sums: EvalSums, batches: EvalSums) -> dict[str, float]:
+        """loss and accuracy over words; precision, recall and F1 of entities for B-/I- tags."""
+        from headrace.evaluate.metrics import tagging_scores
+
+        predicted: list[list[str]] = []
+        expected: list[list[str]] = []
+        for result, batch in zip(sums, batches, strict=True):
+            found_BS = result["logits"].argmax(axis=-1)
+            for row, labels_S in enumerate(batch["labels"]):
+                (places,) = np.nonzero(labels_S != IGNORE_INDEX)
+                if len(places):
+                    predicted.append([self._names[i] for i in found_BS[row, places]])
+                    expected.append([self._names[i] for i in labels_S[places]])
+        found = {"loss": _mean_loss(sums)}
+        return found | tagging_scores(predicted, expected) if expected else found
+
+
+def _named_means(sums: EvalSums) -> dict[str, float]:
+    """What a loss names, over all batches."""
+    names = [name.removesuffix(":sum") for name in (sums[0] if sums else ()) if ":sum" in name]
+    found: dict[str, float] = {}
+    for name in names:
+        count = math.fsum(float(s[f"{name}:count"]) for s in sums)
+        total = math.fsum(float(s[f"{name}:sum"]) for s in sums)
+        found[name] = total / count if count else math.nan
+    return found
+
+
+class PreferenceObjective(CausalObjective):
+    """A causal model learns which of two answers is better."""
+
+    def reference_values(
+        self, layout_keys: Names, compute: Mapping[str, Array], *, adapter: bool
+    ) -> dict[str, Array]:
+        """Copies for the losses that compare with the model before training."""
+        self._adapter_off: frozenset[str] = frozenset()
+        if self.config.preference_loss not in preference.WITH_REFERENCE:
+            return {}
+        copies, self._adapter_off = preference.reference_values(layout_keys, compute, adapter)
+        return copies
+
+    def loss(self, module: Any, *, trainable: frozenset[str], remat: str) -> Loss:
+        config = self.config
+        settings = preference.Settings(
+            kind=config.preference_loss,
+            beta=config.beta,
+            gamma=config.simpo_gamma,
+            label_smoothing=config.preference_label_smoothing,
+            desirable_weight=config.desirable_weight,
+            undesirable_weight=config.undesirable_weight,
+        )
+        return preference.preference_loss(
+            module, settings, trainable=trainable, remat=remat, adapter_off=self._adapter_off
+        )
+
+    def metrics(self, sums: EvalSums, batches: EvalSums) -> dict[str, float]:
+        """loss, and rewards, margins and log-probabilities under TRL's names."""
+        del batches
+        return {"loss": _mean_loss(sums)} | _named_means(sums)
+
+
+class RewardObjective(ClassificationObjective):
+    """One number a text, higher for better answers."""
+
+    inputs = ("input_ids", "attention_mask")
+
+    def check_model(self, model: nn.Module, labels: Labels | None) -> None:
+        del labels
+        has = getattr(getattr(model, "config", None), "num_labels", None)
+        if has not in (None, 1):
+            raise ConfigError(
+                f"the model has {has} outputs, a reward model needs one. Build it with "
+                "num_labels=1, or give its name instead."
+            )
+
+    def loss(self, module: Any, *, trainable: frozenset[str], remat: str) -> Loss:
+        del trainable
+        center = self.config.center_rewards_coefficient
+        return preference.RewardLoss(module=module, center=center, remat=remat)
+
+    def metrics(self, sums: EvalSums, batches: EvalSums) -> dict[str, float]:
+        """loss, rewards, margins, and how often the better answer has the higher reward."""
+        del batches
+        return {"loss": _mean_loss(sums)} | _named_means(sums)
+
+
 def gather_predictions(sums: EvalSums, batches: EvalSums) -> tuple[np.ndarray, np.ndarray]:
     """Logits [N, C] and labels [N] of all real rows, filler rows left out."""
     logits, labels = [], []
@@ -180,6 +344,16 @@ def gather_predictions(sums: EvalSums, batches: EvalSums) -> tuple[np.ndarray, n
     return np.concatenate(logits), np.concatenate(labels)
 
 
-def make_objective(task: str) -> Objective:
+_OBJECTIVES: dict[str, Any] = {
+    "causal": CausalObjective,
+    "masked-lm": MaskedObjective,
+    "sequence-classification": ClassificationObjective,
+    "token-classification": TaggingObjective,
+    "preference": PreferenceObjective,
+    "reward": RewardObjective,
+}
+
+
+def make_objective(config: TrainConfig) -> Objective:
     """The objective of a config's `task`."""
-    return CausalObjective() if task == "causal" else ClassificationObjective()
+    return _OBJECTIVES[config.task](config)

@@ -31,13 +31,14 @@ from headrace.train.lora import AdapterReport, apply_lora
 from headrace.train.losses import Loss
 from headrace.train.objectives import Objective, make_objective
 from headrace.train.optimizers import Optimizer, decay_keys, decay_parameter_names, make_optimizer
+from headrace.train.preference import REFERENCE
 from headrace.train.schedules import Schedule, make_schedule
 from headrace.train.state import Params, TrainState, compute_dtypes, create_state
 
 # Settings that say what is computed; a checkpoint of a run where one differs is refused.
 _IDENTITY = (
     "task", "seed", "data_seed", "max_length", "packing", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "optim", "use_peft",
+    "gradient_accumulation_steps", "optim", "use_peft", "preference_loss", "mlm_probability",
 )  # fmt: skip
 
 
@@ -68,7 +69,7 @@ class Run:
 
     @property
     def num_frozen(self) -> int:
-        return sum(value.size for value in self.frozen.values())
+        return sum(v.size for k, v in self.frozen.items() if not k.startswith(REFERENCE))
 
     def with_eval_dataset(self, rows: Any) -> TrainingData:
         """The data with other evaluation rows, tokenised as the run's own."""
@@ -98,7 +99,7 @@ def build_run(
     if isinstance(model, str):
         config = config.replace(model_name_or_path=model)
         model = None
-    objective = make_objective(config.task)
+    objective = make_objective(config)
     tokenizer = load_processing_class(config, processing_class, model)
     data = load_data(
         config,
@@ -160,9 +161,14 @@ def _assemble(
     params = module.params()
     dtypes = compute_dtypes(params, layout.trainable)
     params |= _stored_masters(module, masters)
+    reference = objective.reference_values(
+        layout.keys, {key: params[key].astype(dtypes[key]) for key in layout.trainable},
+        adapter=isinstance(model, PeftModel),
+    )  # fmt: skip
     state, frozen = create_state(
         params, module.buffers(), trainable=layout.trainable, optimizer=optimizer, seed=config.seed
     )
+    frozen |= reference
     run = Run(
         config=config,
         objective=objective,
@@ -298,6 +304,8 @@ def _stored_masters(module: JaxModule, masters: Mapping[str, np.ndarray]) -> dic
 
 def _example_inputs(rows: Rows, objective: Objective) -> dict[str, torch.Tensor]:
     batch = rows.batch(np.arange(min(2, len(rows))), rows.bucket_lengths[-1])
+    if "segment_ids" in batch:  # what a reward model sees of a pair
+        batch["attention_mask"] = np.maximum(batch["segment_ids"], 1)
     return {
         name: torch.from_numpy(np.asarray(batch[name], np.int64))
         for name in objective.inputs

@@ -59,7 +59,13 @@ def describe_shapes(shapes: dict[str, tuple[int, ...]]) -> str:
     parts: dict[tuple[int, ...], list[str]] = {}
     for name, shape in shapes.items():
         parts.setdefault(shape, []).append(name)
-    return ", ".join(f"{'/'.join(names)} {list(shape)}" for shape, names in parts.items())
+    return ", ".join(f"{_few(names)} {list(shape)}" for shape, names in parts.items())
+
+
+def _few(names: list[str]) -> str:
+    """`input_ids`, `labels/weights`, `input_ids and 5 more`."""
+    first = "input_ids" if "input_ids" in names else names[0]
+    return "/".join(names) if len(names) < 3 else f"{first} and {len(names) - 1} more"
 
 
 def signature(tree: Any) -> Signature:

@@ -166,7 +166,8 @@ def make_train_step(
     dtypes: compute dtype of each trainable key. max_grad_norm: 0 turns clipping off.
     Metrics are scalars: loss, grad_norm (before the clip), learning_rate, num_tokens (real),
     num_supervised (Σ of weights), finite (bool), accuracy where the loss counts it, and the means
-    a loss names (NaN where nothing was counted); beside them grad_squares, the squared gradient norm of each trainable key in sorted order.
+    a loss names (NaN where nothing was counted); beside them grad_squares, the
+    squared gradient norm of each trainable key in sorted order.
     """
 
     def train_step(
@@ -223,7 +224,8 @@ def make_update_step(
 
 def make_eval_step(loss: Loss, *, dtypes: Mapping[str, Any]) -> EvalFunction:
     """`(trainable, frozen, buffers, batch [B, ...]) -> sums`: loss_sum, weight, num_tokens, and
-    correct and logits where the loss has them, and its means as name:sum and name:count. Dropout is off and buffers stay as they are."""
+    correct and logits where the loss has them, and its means as name:sum and name:count.
+    Dropout is off and buffers stay as they are."""
 
     def eval_step(trainable: Params, frozen: Params, buffers: Params, batch: Batch) -> Metrics:
         params = {**cast_params(trainable, dtypes), **frozen}
