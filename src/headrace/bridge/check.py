@@ -93,7 +93,13 @@ class CheckReport:
         return "\n".join(lines)
 
 
-def check(model: nn.Module, example_inputs: Any, *, operators: bool | None = None) -> CheckReport:
+def check(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    operators: bool | None = None,
+    dynamic: bool = True,
+) -> CheckReport:
     """Compare outputs and all gradients of `model` with eager PyTorch, op by op when they differ.
 
     Args:
@@ -102,10 +108,11 @@ def check(model: nn.Module, example_inputs: Any, *, operators: bool | None = Non
         the sum of
             all floating-point outputs weighted by fixed random numbers.
         operators: run the operator-by-operator comparison; default: only when the model disagrees.
+        dynamic: as for `to_jax`; False fixes the example's shapes and captures twice as fast.
 
     Cost: one capture, one XLA compilation, one eager forward and backward.
     """
-    jm = to_jax(model, example_inputs)
+    jm = to_jax(model, example_inputs, dynamic=dynamic)
     args, kwargs = jm.example(example_inputs)
     with _IdentityDropout():
         torch_outputs = model(*args, **kwargs)

@@ -178,7 +178,7 @@ def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> 
         out = checkpoint_name(out, "attention")
         _compare(node, out, settings)
         return out
-    args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=_is_mask)
+    args, kwargs = _dense(args), _dense(kwargs)
     if target is torch.ops.aten.sym_size.int:
         return int(args[0].shape[args[1]])
     if not isinstance(target, OpOverload):
@@ -217,8 +217,15 @@ def _is_table(node: fx.Node, division: Division) -> bool:
     return isinstance(node.args[0], fx.Node) and node.args[0].name in division.specs
 
 
-def _is_mask(value: Any) -> bool:
-    return isinstance(value, MaskSpec)
+def _dense(value: Any) -> Any:
+    """Masks as arrays, inside lists too (fx's own list type is no JAX pytree)."""
+    if isinstance(value, list):
+        return [_dense(v) for v in value]
+    if isinstance(value, tuple):
+        return tuple(_dense(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _dense(v) for k, v in value.items()}
+    return as_array(value)
 
 
 def _apply_rule(
