@@ -305,6 +305,22 @@ def attention_as_operator(
                 config._experts_implementation_internal = experts
 
 
+@contextlib.contextmanager
+def without_cache(module: torch.nn.Module) -> Generator[None]:
+    """Hugging Face models inside `module` keep no key/value cache: it is no part of a training
+    program, and models around a text model do not hand `use_cache` on.
+    """
+    configs = _configs([m for m in module.modules() if isinstance(m, PreTrainedModel)])
+    before = [(c, c.use_cache) for c in configs if getattr(c, "use_cache", False)]
+    try:
+        for config, _ in before:
+            config.use_cache = False
+        yield
+    finally:
+        for config, value in before:
+            config.use_cache = value
+
+
 def _configs(models: list[PreTrainedModel]) -> list[Any]:
     found: dict[int, Any] = {}
     queue: list[Any] = [m.config for m in models]

@@ -25,7 +25,7 @@ from torch.export.graph_signature import InputKind as TorchInputKind
 from torch.export.graph_signature import OutputKind
 from torch.overrides import TorchFunctionMode
 
-from headrace.bridge.attention import attention_as_operator
+from headrace.bridge.attention import attention_as_operator, without_cache
 from headrace.bridge.ops.registry import lookup
 from headrace.bridge.program import Input, Output, PassRecord, Program
 from headrace.errors import CaptureError
@@ -158,6 +158,7 @@ def _export(
         try:
             with (
                 attention_as_operator(module, enabled=use_attention) as reason,
+                without_cache(module),
                 _named_arguments(module, kwargs),
                 _tracing(),
             ):
