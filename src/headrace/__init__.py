@@ -15,9 +15,15 @@ if TYPE_CHECKING:
     from headrace.bridge import compile as compile
     from headrace.bridge import to_jax as to_jax
     from headrace.config import ClassificationConfig as ClassificationConfig
+    from headrace.config import DPOConfig as DPOConfig
+    from headrace.config import RewardConfig as RewardConfig
     from headrace.config import SFTConfig as SFTConfig
+    from headrace.config import TrainConfig as TrainConfig
     from headrace.train import ClassificationTrainer as ClassificationTrainer
+    from headrace.train import DPOTrainer as DPOTrainer
+    from headrace.train import RewardTrainer as RewardTrainer
     from headrace.train import SFTTrainer as SFTTrainer
+    from headrace.train import Trainer as Trainer
 
 __version__ = "0.1.0"
 
@@ -26,8 +32,14 @@ _HOMES = {
     "ClassificationConfig": "headrace.config",
     "ClassificationTrainer": "headrace.train",
     "JaxModule": "headrace.bridge",
+    "DPOConfig": "headrace.config",
+    "DPOTrainer": "headrace.train",
+    "RewardConfig": "headrace.config",
+    "RewardTrainer": "headrace.train",
     "SFTConfig": "headrace.config",
     "SFTTrainer": "headrace.train",
+    "TrainConfig": "headrace.config",
+    "Trainer": "headrace.train",
     "check": "headrace.bridge",
     "compile": "headrace.bridge",
     "to_jax": "headrace.bridge",
@@ -36,9 +48,15 @@ __all__ = [
     "CheckReport",
     "ClassificationConfig",
     "ClassificationTrainer",
+    "DPOConfig",
+    "DPOTrainer",
     "JaxModule",
+    "RewardConfig",
+    "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
+    "TrainConfig",
+    "Trainer",
     "__version__",
     "check",
     "compile",

@@ -53,6 +53,7 @@ def conflicts(config: TrainConfig) -> list[Problem]:
         _lora,
         _task,
         _preference,
+        _smoothing,
         _lengths,
         _schedule,
         _evaluation,

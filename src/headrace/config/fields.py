@@ -95,6 +95,7 @@ _run = partial(_setting, group="Run")
 _model = partial(_setting, group="Model")
 _data = partial(_setting, group="Data")
 _length = partial(_setting, group="Length, packing and loss mask")
+_devices = partial(_setting, group="Devices")
 _size = partial(_setting, group="Batches and duration")
 _optim = partial(_setting, group="Optimizer")
 _preference = partial(_setting, group="Preference tuning")
@@ -193,6 +194,15 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
         "Row lengths are multiples of this.",
         shown="128 for causal models, 16 for others",
         ge=1,
+    )
+
+    mesh: dict[str, int] | Literal["auto"] | None = _devices(
+        None,
+        "Devices along data, fsdp, tensor, context, expert; auto puts all on fsdp.",
+        shown="one device",
+    )
+    sharding_overrides: dict[str, Any] = _devices(
+        dict, "Parameter names with * -> mesh axes of every dim, or replicated.", shown="none"
     )
 
     per_device_train_batch_size: int = _size(8, "Rows in a micro-batch on each device.", ge=1)

@@ -60,7 +60,9 @@ def tagging_scores(
     With B-/I- tags precision, recall and f1 count whole entities (seqeval, as CoNLL does); with
     other tags f1_weighted and f1_macro count words. Raises ValueError for no rows.
     """
-    import seqeval.metrics as seqeval
+    import seqeval.metrics
+
+    entities: Any = seqeval.metrics  # its annotations are of another library's time
 
     flat_predicted = np.asarray([tag for row in predicted for tag in row])
     flat_expected = np.asarray([tag for row in expected for tag in row])
@@ -70,7 +72,7 @@ def tagging_scores(
     rows, truth = [list(row) for row in predicted], [list(row) for row in expected]
     return {
         "accuracy": words["accuracy"],
-        "precision": float(seqeval.precision_score(truth, rows, zero_division=0)),
-        "recall": float(seqeval.recall_score(truth, rows, zero_division=0)),
-        "f1": float(seqeval.f1_score(truth, rows, zero_division=0)),
+        "precision": float(entities.precision_score(truth, rows, zero_division=0)),
+        "recall": float(entities.recall_score(truth, rows, zero_division=0)),
+        "f1": float(entities.f1_score(truth, rows, zero_division=0)),
     }

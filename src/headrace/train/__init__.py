@@ -12,11 +12,19 @@ from headrace.train.optimizers import make_optimizer
 from headrace.train.schedules import make_schedule
 from headrace.train.state import TrainState, create_state
 from headrace.train.step import make_eval_step, make_train_step
-from headrace.train.trainer import ClassificationTrainer, SFTTrainer, Trainer
+from headrace.train.trainer import (
+    ClassificationTrainer,
+    DPOTrainer,
+    RewardTrainer,
+    SFTTrainer,
+    Trainer,
+)
 
 __all__ = [
     "ClassificationLoss",
     "ClassificationTrainer",
+    "DPOTrainer",
+    "RewardTrainer",
     "SFTTrainer",
     "TrainState",
     "Trainer",

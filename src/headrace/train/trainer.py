@@ -20,7 +20,13 @@ from torch import nn
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from headrace.config import ClassificationConfig, SFTConfig, TrainConfig
+from headrace.config import (
+    ClassificationConfig,
+    DPOConfig,
+    RewardConfig,
+    SFTConfig,
+    TrainConfig,
+)
 from headrace.errors import ConfigError
 from headrace.train.callbacks import CallbackLike, Callbacks
 from headrace.train.checkpoint import Restored, load_checkpoint, load_latest
@@ -36,7 +42,7 @@ from headrace.train.trackers import make_trackers
 
 
 class Trainer:
-    """Trains what `args.task` says. Use SFTTrainer or ClassificationTrainer.
+    """Trains what `args.task` says; SFTTrainer, DPOTrainer, ... take the config of one task.
 
     Args:
         model: name or folder, or a transformers model (then processing_class is needed too).
@@ -218,10 +224,11 @@ class Trainer:
             self._programs.evaluate,
             arrays,
             run.frozen,
-            data.eval_loader(self.args),
+            data.eval_loader(self.args, num_devices=run.placement.rows),
             run.objective,
             compute_metrics=self.compute_metrics,
             prefix=prefix,
+            place=run.placement.whole_batch,
         )
 
     def _start_state(self) -> None:
@@ -328,6 +335,22 @@ class ClassificationTrainer(Trainer):
     """One label, or one number, per text; the head is made for the labels found in the data."""
 
     config_class = ClassificationConfig
+
+
+class DPOTrainer(Trainer):
+    """Preference tuning: which of two answers is better. preference_loss picks the loss.
+
+    trainer = DPOTrainer("path/to/model", DPOConfig(output_dir="out", use_peft=True),
+                         train_dataset=[{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}])
+    """
+
+    config_class = DPOConfig
+
+
+class RewardTrainer(Trainer):
+    """A reward model: one number a text, higher for the better of two answers."""
+
+    config_class = RewardConfig
 
 
 def _use_compilation_cache(config: TrainConfig) -> None:
