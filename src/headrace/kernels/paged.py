@@ -1,0 +1,208 @@
+"""Attention over a paged key/value cache: write this step's keys and values, read all earlier ones.
+
+One step holds two kinds of rows: `num_decode` rows of one query each, then blocks of `block`
+consecutive queries of a prompt (several blocks may belong to one sequence). Keys and values of the
+whole step are written first, so a block sees the blocks before it. Pages are found through a table
+a row; page 0 belongs to nobody and takes what padding writes.
+
+Two forms: `gather` (here) runs everywhere and reads the pages up to the longest live sequence in
+blocks, with a running softmax; `ragged` is jax's TPU kernel (`paged_tpu`).
+
+Shapes: T = tokens of the step, R = rows, Q = queries a row, M = pages a sequence may have, P =
+pages, S = tokens a page, N = query heads, K = key/value heads, G = N / K, H = head size, L = keys
+read at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from headrace.errors import ConfigError
+from headrace.kernels.attention_dense import accumulator_dtype
+
+PagedForm = Literal["gather", "ragged"]
+KEYS_AT_A_TIME = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedRows:
+    """Where the tokens of one step stand.
+
+    positions_T: index of each token in its sequence, -1 for padding. slots_T: page * S + offset
+    that takes its key and value; padding writes into page 0. tables_RM: pages of every row in
+    order. The first `num_decode` tokens are rows of one query, the others rows of `block` queries.
+    """
+
+    positions_T: Array
+    slots_T: Array
+    tables_RM: Array
+    num_decode: int
+    block: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Rows of `block` queries."""
+        return self.tables_RM.shape[0] - self.num_decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedShape:
+    """What one cache holds. `layers` caches of a loop lie behind each other in one array."""
+
+    layers: int
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    dtype: jnp.dtype
+
+    @property
+    def bytes_a_token(self) -> int:
+        """Bytes that one token takes in all layers of this cache."""
+        wide = self.num_kv_heads * (self.key_size + self.value_size)
+        return self.layers * wide * self.dtype.itemsize
+
+
+def empty_pages(shape: PagedShape, form: PagedForm) -> tuple[Array, ...]:
+    """Arrays of zeros: (keys, values) [layers*P, K, S, H] for gather, one for ragged."""
+    pages = shape.layers * shape.num_pages
+    if form == "ragged":
+        from headrace.kernels.paged_tpu import empty_ragged_pages
+
+        return empty_ragged_pages(shape)
+    keys = (pages, shape.num_kv_heads, shape.page_size, shape.key_size)
+    values = (*keys[:3], shape.value_size)
+    return jnp.zeros(keys, shape.dtype), jnp.zeros(values, shape.dtype)
+
+
+def paged_attention(
+    pages: tuple[Array, ...],
+    q_TNH: Array,
+    k_TKH: Array | None,
+    v_TKH: Array | None,
+    rows: PagedRows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: Array | None = None,
+    first_page: Array | int = 0,
+    form: PagedForm = "gather",
+) -> tuple[Array, tuple[Array, ...]]:
+    """Causal attention of this step's queries over everything their sequences have in the cache.
+
+    pages: from `empty_pages`. k_TKH, v_TKH: written before reading; None reads what another layer
+    wrote (shared keys and values). window: keys i - j < window are seen, as transformers counts.
+    first_page: added to every page, for a layer of a stacked cache.
+    Returns [T, N, H of values] in the dtype of q, and the pages. Queries at position -1 give zeros.
+    """
+    if form == "ragged":
+        if sinks_N is not None:
+            raise ConfigError("paged attention with sinks needs form='gather'")
+        from headrace.kernels.paged_tpu import ragged_attention
+
+        return ragged_attention(
+            pages,
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            rows,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            first_page=first_page,
+        )
+    keys, values = pages
+    if k_TKH is not None and v_TKH is not None:
+        size = keys.shape[2]
+        page_T, offset_T = rows.slots_T // size + first_page, rows.slots_T % size
+        keys = keys.at[page_T, :, offset_T].set(k_TKH.astype(keys.dtype))
+        values = values.at[page_T, :, offset_T].set(v_TKH.astype(values.dtype))
+    D, options = rows.num_decode, (scale, window, softcap, sinks_N, first_page)
+    T, N, H = q_TNH.shape
+    parts: list[Array] = []
+    if D:
+        out = _attend(
+            q_TNH[:D, None], rows.positions_T[:D, None], rows.tables_RM[:D], keys, values, *options
+        )
+        parts.append(out[:, 0])
+    if rows.num_blocks:
+        q_RQNH = q_TNH[D:].reshape(rows.num_blocks, rows.block, N, H)
+        positions_RQ = rows.positions_T[D:].reshape(rows.num_blocks, rows.block)
+        out = _attend(q_RQNH, positions_RQ, rows.tables_RM[D:], keys, values, *options)
+        parts.append(out.reshape(T - D, N, -1))
+    result = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return result.astype(q_TNH.dtype), (keys, values)
+
+
+def _attend(
+    q_RQNH: Array,
+    positions_RQ: Array,
+    tables_RM: Array,
+    keys: Array,
+    values: Array,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_N: Array | None,
+    first_page: Array | int,
+) -> Array:
+    """Softmax over the pages in blocks of L keys, from the first visible one to the longest row."""
+    R, Q, N, H = q_RQNH.shape
+    K, S = keys.shape[1:3]
+    G, wide = N // K, accumulator_dtype(q_RQNH.dtype)
+    per_block = max(1, KEYS_AT_A_TIME // S)
+    L = per_block * S
+    M = tables_RM.shape[1]
+    tables_RM = jnp.pad(tables_RM, ((0, 0), (0, -M % per_block))) + first_page
+    q = q_RQNH.reshape(R, Q, K, G, H).transpose(0, 2, 3, 1, 4).reshape(R, K, G * Q, H)
+    limit = positions_RQ[:, None, None, :, None]  # [R, 1, 1, Q, 1]
+
+    def read(pages: Array, block: Array) -> Array:
+        chosen = lax.dynamic_slice(tables_RM, (0, block * per_block), (R, per_block))
+        found = pages[chosen]  # [R, pages, K, S, H]
+        return found.transpose(0, 2, 1, 3, 4).reshape(R, K, L, found.shape[-1])
+
+    def step(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, out = carry
+        scores = jnp.einsum("rkgh,rklh->rkgl", q, read(keys, block), preferred_element_type=wide)
+        scores = scores.reshape(R, K, G, Q, L) * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        at = block * L + jnp.arange(L)
+        keep = at <= limit
+        if window is not None:
+            keep &= at > limit - window
+        scores = jnp.where(keep, scores, -jnp.inf).reshape(R, K, G * Q, L)
+        new_top = jnp.maximum(top, scores.max(-1))
+        safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        weights = jnp.exp(scores - safe[..., None])
+        shrink = jnp.exp(top - safe)
+        v = read(values, block)
+        added = jnp.einsum(
+            "rkgl,rklh->rkgh", weights.astype(v.dtype), v, preferred_element_type=wide
+        )
+        return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + added
+
+    top = jnp.full((R, K, G * Q), -jnp.inf, wide)
+    total = jnp.zeros((R, K, G * Q), wide)
+    if sinks_N is not None:  # one more score whose value is zero
+        sinks = sinks_N.astype(wide).reshape(1, K, G, 1)
+        top = jnp.broadcast_to(sinks, (R, K, G, Q)).reshape(R, K, G * Q)
+        total = jnp.ones_like(total)
+    out = jnp.zeros((R, K, G * Q, values.shape[-1]), wide)
+    last = positions_RQ.max() // L + 1  # -1 // L + 1 = 0: nothing but padding
+    first = 0
+    if window is not None:
+        farthest = jnp.iinfo(positions_RQ.dtype).max
+        oldest = jnp.where(positions_RQ < 0, farthest, positions_RQ).min()
+        first = jnp.clip((oldest - window + 1) // L, 0, last)
+    _, total, out = jax.lax.fori_loop(first, last, step, (top, total, out))
+    out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return out.reshape(R, K, G, Q, -1).transpose(0, 3, 1, 2, 4).reshape(R, Q, N, -1)

@@ -1,0 +1,89 @@
+"""Paged attention on TPU through jax's own ragged paged attention kernel.
+
+The kernel reads one array in which keys and values of a head lie side by side, and wants head
+sizes in multiples of 128, so smaller heads are padded with zeros (which change no score). A row of
+the step is a sequence to it: its queries are the last ones of `kv_lens` tokens. Padding inside a
+block therefore counts as further tokens of that block; they read stale keys and nobody reads them.
+
+Shapes as in `paged`; C = 2 * K, keys and values interleaved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from headrace.errors import ConfigError
+from headrace.kernels.paged import PagedRows, PagedShape
+
+LANES = 128
+
+
+def ragged_obstacles(shape: PagedShape) -> list[str]:
+    """Why the kernel cannot hold this cache; empty when it can."""
+    found: list[str] = []
+    if shape.key_size != shape.value_size:
+        found.append(f"key size {shape.key_size} and value size {shape.value_size} differ")
+    if shape.page_size % 16:
+        found.append(f"page size {shape.page_size} is no multiple of 16")
+    return found
+
+
+def empty_ragged_pages(shape: PagedShape) -> tuple[Array, ...]:
+    """One array of zeros [layers*P, S, 2K, H padded]."""
+    obstacles = ragged_obstacles(shape)
+    if obstacles:
+        raise ConfigError("the TPU kernel cannot hold this cache: " + "; ".join(obstacles))
+    wide = -(-shape.key_size // LANES) * LANES
+    pages = shape.layers * shape.num_pages
+    return (jnp.zeros((pages, shape.page_size, 2 * shape.num_kv_heads, wide), shape.dtype),)
+
+
+def ragged_attention(
+    pages: tuple[Array, ...],
+    q_TNH: Array,
+    k_TKH: Array | None,
+    v_TKH: Array | None,
+    rows: PagedRows,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    first_page: Array | int,
+) -> tuple[Array, tuple[Array, ...]]:
+    """`paged.paged_attention` with the kernel; runs on TPU only."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    (kv,) = pages
+    size, wide = kv.shape[1], kv.shape[3]
+    head = q_TNH.shape[-1]
+    if k_TKH is not None and v_TKH is not None:
+        both = jnp.stack([_widen(k_TKH, wide), _widen(v_TKH, wide)], axis=2)
+        both_TCH = both.reshape(k_TKH.shape[0], -1, wide).astype(kv.dtype)
+        kv = kv.at[rows.slots_T // size + first_page, rows.slots_T % size].set(both_TCH)
+    D, blocks, block = rows.num_decode, rows.num_blocks, rows.block
+    starts = jnp.concatenate(
+        [jnp.arange(D, dtype=jnp.int32), D + block * jnp.arange(blocks + 1, dtype=jnp.int32)]
+    )
+    # A block's first token is real whenever the block is in use; an empty row reads page 0.
+    firsts = jnp.maximum(rows.positions_T[starts[:-1]], 0)
+    lengths = firsts + jnp.where(jnp.arange(D + blocks) < D, 1, block)
+    kernel: Any = ragged_paged_attention
+    out = kernel(
+        _widen(q_TNH, wide).astype(kv.dtype),
+        kv,
+        lengths.astype(jnp.int32),
+        (rows.tables_RM + first_page).astype(jnp.int32),
+        starts,
+        jnp.asarray([D + blocks], jnp.int32),
+        sm_scale=scale,
+        sliding_window=window,
+        soft_cap=softcap,
+    )
+    return out[..., :head].astype(q_TNH.dtype), (kv,)
+
+
+def _widen(x: Array, wide: int) -> Array:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, wide - x.shape[-1])))

@@ -1,0 +1,186 @@
+"""A folder -> the captured model that the engine runs, with weights, tokenizer and limits.
+
+Knows: loading, capture, what cannot be served and why. Does not know: requests, pages, HTTP.
+
+Shapes: D = hidden size, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+import torch.fx as fx
+from torch import nn
+
+from headrace.bridge.module import JaxModule, to_jax
+from headrace.bridge.passes.head import Head
+from headrace.errors import CaptureError, ConfigError
+from headrace.serve.cache import CacheEntry, cache_entries, shares_across_loop
+from headrace.serve.lora import LoraTarget, lora_targets
+
+log = logging.getLogger(__name__)
+Array = jax.Array
+
+DEFAULT_MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ServedModel:
+    """A causal language model ready for the engine.
+
+    module gives hidden states [B, S, D] when there is a head, logits otherwise. end_ids: token ids
+    that end an answer. max_positions: what the model was built for, in tokens.
+    """
+
+    name: str
+    module: JaxModule
+    head: Head | None
+    params: dict[str, Array]
+    buffers: dict[str, Array]
+    entries: Mapping[fx.Node, CacheEntry]
+    targets: Mapping[fx.Node, LoraTarget]
+    vocab_size: int
+    end_ids: tuple[int, ...]
+    max_positions: int | None
+    tokenizer: Any = None
+    generation_defaults: Mapping[str, Any] | None = None
+
+    @property
+    def head_params(self) -> dict[str, Array]:
+        """The weights that turn hidden states into logits."""
+        if self.head is None:
+            return {}
+        keys = [self.head.weight_key, self.head.bias_key]
+        return {k: self.params[k] for k in keys if k is not None}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights on the device."""
+        return sum(int(x.nbytes) for x in [*self.params.values(), *self.buffers.values()])
+
+
+def load_served_model(
+    name: str | Path,
+    *,
+    base: str | Path | None = None,
+    merge: bool = False,
+    dtype: str = "auto",
+    revision: str = "main",
+    trust_remote_code: bool = False,
+    tokenizer_from: str | Path | None = None,
+) -> ServedModel:
+    """Load and capture a model folder, hub id, or an adapter folder's base.
+
+    tokenizer_from: a folder whose tokenizer is preferred (an adapter's own chat template).
+    merge: fold the adapter in `name` into its base. Without it an adapter folder must not come
+    here: give its base and load the adapter into a slot.
+    Raises ConfigError or CaptureError before any weight reaches the device.
+    """
+    from headrace.evaluate.model import load_tokenizer
+    from headrace.weights.adapter import load_torch_model
+
+    model: Any = load_torch_model(
+        name,
+        base=base,
+        task="causal",
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    if hasattr(model, "merge_and_unload"):
+        if not merge:
+            raise ConfigError(f"{name} is an adapter; serve its base with the adapter in a slot")
+        model = model.merge_and_unload(safe_merge=True)
+    source = tokenizer_from or name
+    tokenizer = load_tokenizer(source, base=base, trust_remote_code=trust_remote_code)
+    served = capture_for_serving(model, tokenizer=tokenizer, name=Path(str(name)).name or str(name))
+    model.to("meta")  # the weights live on the device now
+    return served
+
+
+def capture_for_serving(
+    model: nn.Module, *, tokenizer: Any = None, name: str = "model", roll: bool | None = None
+) -> ServedModel:
+    """Capture a loaded causal model; copies its weights.
+
+    roll: run repeated layers as loops: quick to compile; None does so where the compiler reads a
+    layer's weights in place (TPU, GPU) and unrolls on CPU, where each slice would be copied.
+    """
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise CaptureError(
+            f"{type(model).__name__} is an encoder-decoder; the engine serves decoders. "
+            "`headrace eval` answers with it"
+        )
+    roll = jax.default_backend() != "cpu" if roll is None else roll
+    module = _capture(model, roll=roll)
+    if roll and shares_across_loop(module.program):
+        log.info("%s shares keys and values across layers: served without loops", name)
+        module = _capture(model, roll=False)
+    if not module.program.dynamic:
+        raise CaptureError(
+            f"{type(model).__name__} can only be captured with fixed shapes, so one program cannot "
+            "serve prompts of every length: " + "; ".join(module.program.history[0].notes)
+        )
+    cache_entries(module.program)  # refuses before weights are copied
+    params, buffers = module.params(), module.buffers()
+    head: Head | None = None
+    try:
+        module, head = module.without_head()
+    except CaptureError as error:
+        log.info("logits are computed for every token of a step: %s", error)
+    text: Any = config.get_text_config()
+    return ServedModel(
+        name=name,
+        module=module,
+        head=head,
+        params=params,
+        buffers=buffers,
+        entries=cache_entries(module.program),
+        targets=lora_targets(module.program),
+        vocab_size=_vocab_size(model, text),
+        end_ids=_end_ids(model, tokenizer),
+        max_positions=getattr(text, "max_position_embeddings", None)
+        or getattr(text, "n_positions", None),
+        tokenizer=tokenizer,
+        generation_defaults=_generation_defaults(model),
+    )
+
+
+def _capture(model: nn.Module, *, roll: bool) -> JaxModule:
+    ids = torch.ones(2, 16, dtype=torch.int64)
+    positions = torch.arange(16).expand(2, 16).contiguous()
+    try:
+        return to_jax(model.eval(), {"input_ids": ids, "position_ids": positions}, roll=roll)
+    except TypeError as error:
+        raise CaptureError(
+            f"{type(model).__name__} takes no position_ids, which serving needs to place the "
+            f"tokens of several requests in one batch ({error})"
+        ) from error
+
+
+def _vocab_size(model: Any, config: Any) -> int:
+    output = model.get_output_embeddings()
+    return int(output.weight.shape[0]) if output is not None else int(config.vocab_size)
+
+
+def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """End tokens of the generation configuration and the tokenizer together."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    listed: list[Any] = list(found) if isinstance(found, (list, tuple)) else [found]
+    listed.append(getattr(tokenizer, "eos_token_id", None))
+    return tuple(sorted({int(each) for each in listed if each is not None}))
+
+
+def _generation_defaults(model: Any) -> dict[str, Any]:
+    """Sampling settings that the model's authors put into generation_config.json."""
+    config = getattr(model, "generation_config", None)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {n: getattr(config, n, None) for n in names}
+    return {n: v for n, v in given.items() if v is not None}

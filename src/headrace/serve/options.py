@@ -1,0 +1,181 @@
+"""Settings of an engine, and the sizes that follow from them and the device.
+
+Knows: options, memory. Does not know: requests, programs.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from headrace.errors import ConfigError
+from headrace.serve.cache import CacheEntry
+from headrace.serve.model import (
+    DEFAULT_MAX_MODEL_LEN,
+    ServedModel,
+    capture_for_serving,
+    load_served_model,
+)
+from headrace.serve.programs import Shapes, check_shapes
+
+log = logging.getLogger(__name__)
+
+HOST_SHARE = 0.25  # of host memory, when the cache lives there
+DEVICE_SHARE = 0.80  # of what the weights leave; the rest is for programs and their buffers
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an engine is built.
+
+    max_model_len: most tokens of prompt and answer; None takes the model's own, 4096 at most.
+    max_num_seqs: sequences computed at once. max_batched_tokens: prompt tokens a step.
+    page_size: tokens a page; None chooses by platform. cache_tokens: size of the cache; None takes
+    what max_num_seqs sequences of full length need, as far as memory goes. max_queue: sequences
+    that may wait; more are refused. prefix_caching: reuse equal beginnings. max_loras: adapter
+    slots, max_lora_rank: their largest rank. speculative_tokens: guesses a step from the text so
+    far, 0 is off. merge: fold an adapter into its base. dtype: of weights, "auto" is the files'.
+    roll: run repeated layers as loops; None chooses by platform. compilation_cache: a folder where
+    compiled programs are kept for the next start, None leaves JAX's own setting.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_batched_tokens: int = 512
+    page_size: int | None = None
+    cache_tokens: int | None = None
+    max_queue: int = 256
+    prefix_caching: bool = True
+    max_loras: int = 0
+    max_lora_rank: int = 32
+    speculative_tokens: int = 0
+    merge: bool = False
+    base: str | None = None
+    dtype: str = "auto"
+    revision: str = "main"
+    trust_remote_code: bool = False
+    roll: bool | None = None
+    warm_up: bool = True
+    compilation_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {value}; it is at least {least}"
+            for name, value, least in [
+                ("max_num_seqs", self.max_num_seqs, 1),
+                ("max_batched_tokens", self.max_batched_tokens, 16),
+                ("max_queue", self.max_queue, 1),
+                ("max_loras", self.max_loras, 0),
+                ("max_lora_rank", self.max_lora_rank, 1),
+                ("speculative_tokens", self.speculative_tokens, 0),
+                ("page_size", self.page_size or 16, 1),
+                ("max_model_len", self.max_model_len or 2, 2),
+            ]
+            if value < least
+        ]
+        if self.speculative_tokens > 15:
+            problems.append(f"speculative_tokens is {self.speculative_tokens}; it is at most 15")
+        if self.merge and self.max_loras:
+            problems.append("merge folds the adapter into the base; max_loras keeps them apart")
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+
+def open_model(
+    model: Any, options: EngineOptions, more_adapters: bool
+) -> tuple[ServedModel, dict[str, str]]:
+    """The captured model, and the adapter that was asked for by giving its folder."""
+    from headrace.weights.adapter import find_adapter
+
+    if options.compilation_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", options.compilation_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if isinstance(model, ServedModel):
+        return model, {}
+    if not isinstance(model, (str, Path)):
+        return capture_for_serving(model, name=type(model).__name__, roll=options.roll), {}
+    adapter = find_adapter(model)
+    if options.merge and adapter is None:
+        raise ConfigError(f"{model} is no adapter, so there is nothing to merge")
+    if options.merge and more_adapters:
+        raise ConfigError("merge serves one adapter folded into its base; leave out --adapter")
+    own: dict[str, str] = {}
+    source: Any = model
+    if adapter is not None and not options.merge:
+        own = {Path(model).resolve().name: str(model)}
+        source = options.base or adapter.base_model_name_or_path
+    served = load_served_model(
+        source,
+        base=options.base if options.merge else None,
+        merge=options.merge,
+        dtype=options.dtype,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+        tokenizer_from=model,
+    )
+    return served, own
+
+
+def choose_shapes(model: ServedModel, options: EngineOptions) -> Shapes:
+    """Sizes of the programs and the cache. Raises ConfigError when they contradict each other."""
+    longest = min(model.max_positions or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
+    length = options.max_model_len or longest
+    page = options.page_size or _page_size(length)
+    block = 16 if jax.default_backend() == "cpu" else 32
+    most = -(-options.max_batched_tokens // block)
+    blocks = sorted({min(b, most) for b in (2, 8, 32, 128, 512)} | {most})
+    a_sequence = -(-(length + block) // page)
+    wanted = options.max_num_seqs * a_sequence
+    if options.cache_tokens is not None:
+        pages = -(-options.cache_tokens // page)
+    else:
+        pages = min(wanted, _affordable(list(model.entries.values()), page))
+        if pages < wanted:
+            log.info(
+                "the cache holds %d tokens of the %d that %d full sequences need",
+                pages * page,
+                wanted * page,
+                options.max_num_seqs,
+            )
+    shapes = Shapes(
+        max_model_len=length,
+        page_size=page,
+        num_pages=pages + 1,
+        max_num_seqs=options.max_num_seqs,
+        block=block,
+        block_steps=tuple(b for b in blocks if b <= most),
+        max_loras=options.max_loras,
+        max_lora_rank=options.max_lora_rank,
+        num_drafts=options.speculative_tokens,
+    )
+    check_shapes(shapes, model)
+    return shapes
+
+
+def _page_size(length: int) -> int:
+    """16 tokens; on TPU a sixteenth of the context, so that tables fit its scalar memory."""
+    if jax.default_backend() != "tpu":
+        return 16
+    return max(16, min(256, 1 << ((length // 16) - 1).bit_length()))
+
+
+def _affordable(entries: list[CacheEntry], page_size: int) -> int:
+    """Pages that memory has room for now."""
+    shapes = [e.shape(num_pages=1, page_size=page_size) for e in entries if e.writes]
+    bytes_a_page = page_size * sum(s.bytes_a_token for s in shapes)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        room = (stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * DEVICE_SHARE
+    else:
+        room = _host_memory() * HOST_SHARE
+    return int(room // bytes_a_page)
+
+
+def _host_memory() -> int:
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
