@@ -83,11 +83,20 @@ def _as_tuple(value: Any) -> Any:
     return value
 
 
+def _as_mesh(value: Any) -> Any:
+    """`fsdp=4,tensor=2` of a flag as a mapping."""
+    if not isinstance(value, str) or "=" not in value:
+        return value
+    pairs = [part.partition("=") for part in value.split(",")]
+    return {name.strip(): size.strip() for name, _, size in pairs}
+
+
 def _as_reporters(value: Any) -> Any:
     return () if value in (None, "none", ["none"], False) else _as_tuple(value)
 
 
 Strategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_no_from_yaml)]
+Mesh = Annotated[dict[str, int] | Literal["auto"] | None, BeforeValidator(_as_mesh)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Lengths = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
 
@@ -196,7 +205,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
         ge=1,
     )
 
-    mesh: dict[str, int] | Literal["auto"] | None = _devices(
+    mesh: Mesh = _devices(
         None,
         "Devices along data, fsdp, tensor, context, expert; auto puts all on fsdp.",
         shown="one device",

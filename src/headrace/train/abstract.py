@@ -18,7 +18,7 @@ from headrace.bridge.module import JaxModule
 from headrace.sharding import MeshConfig, ParamPlan, abstract_params, batch_spec, plan_params
 from headrace.sharding.place import like_params
 from headrace.train.optimizers import Optimizer
-from headrace.train.state import Params, TrainState
+from headrace.train.state import TrainState
 
 Shape: Any = jax.ShapeDtypeStruct
 
@@ -29,7 +29,7 @@ def abstract_state(
     optimizer: Optimizer,
     mesh: Mesh | None = None,
     plans: Mapping[str, ParamPlan] | None = None,
-) -> tuple[TrainState, Params]:
+) -> tuple[TrainState, dict[str, Any]]:
     """`(state, frozen)` of shapes, with shardings when there is a mesh.
 
     module may be on the meta device. Masters are float32, frozen parameters have their own dtype.
@@ -38,6 +38,7 @@ def abstract_state(
     trainable = {
         key: Shape(plan.shape, jnp.float32) for key, plan in plans.items() if plan.trainable
     }
+    frozen: dict[str, Any]
     if mesh is None:
         frozen = {k: Shape(p.shape, p.dtype) for k, p in plans.items() if not p.trainable}
     else:
@@ -57,11 +58,9 @@ def abstract_state(
     return placed, frozen
 
 
-def abstract_batch(
-    batch: Mapping[str, Any], mesh: Mesh | None = None
-) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(batch: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
     """Shapes of a batch of arrays (or shapes) [A, B, ...], with shardings when there is a mesh."""
-    found: dict[str, Shape] = {}
+    found: dict[str, Any] = {}
     for name, value in batch.items():
         shape, dtype = tuple(value.shape), jax.dtypes.canonicalize_dtype(value.dtype)
         sharding = None

@@ -30,6 +30,7 @@ def evaluate(
     *,
     compute_metrics: ComputeMetrics | None = None,
     prefix: str = "eval",
+    place: Callable[[Any], Any] = lambda batch: batch,
 ) -> dict[str, float]:
     """Metrics of the data in `loader`, names prefixed as Hugging Face does.
 
@@ -42,7 +43,7 @@ def evaluate(
     with Prefetch(loader.epoch(_start())) as steps:
         for item in steps:
             batch = {name: value[0] for name, value in item.batch.items()}
-            pending.append(step(state.trainable, frozen, state.buffers, batch))
+            pending.append(step(state.trainable, frozen, state.buffers, place(batch)))
             batches.append({k: batch[k] for k in ("labels", "weights") if k in batch})
     sums = [{name: np.asarray(value) for name, value in result.items()} for result in pending]
     metrics = objective.metrics(sums, batches)

@@ -111,14 +111,15 @@ class TrainLoop:
         self._fire("on_step_begin")
         rate = np.float32(run.schedule(state.global_step))
         before = self.programs.train.compile_seconds
-        self.programs.train.prepare(self.arrays, run.frozen, step.batch, rate)
+        batch = run.placement.batch(step.batch)
+        self.programs.train.prepare(self.arrays, run.frozen, batch, rate)
         self._clock.exclude(self.programs.train.compile_seconds - before)
-        self.arrays, metrics = self.programs.train(self.arrays, run.frozen, step.batch, rate)
+        self.arrays, metrics = self.programs.train(self.arrays, run.frozen, batch, rate)
         self._position = step.state
         state.global_step += 1
         state.epoch = self._epoch()
         state.num_input_tokens_seen += step.num_tokens
-        padded = int(step.batch["input_ids"].size)
+        padded = int(batch["input_ids"].size)
         previous = self._late.push(state.global_step, metrics, padded_tokens=padded)
         self._display.advance(state.global_step)
         self._fire("on_step_end")

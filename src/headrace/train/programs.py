@@ -33,6 +33,7 @@ class Programs:
         self, run: Run, state: TrainState, *, on_compile: Callable[[CompileEvent], None]
     ) -> None:
         self._run = run
+        self._state = state
         self._on_compile = on_compile
         self.remat = run.config.activation_checkpointing
         self.notes: list[str] = []
@@ -42,7 +43,9 @@ class Programs:
         self.notes += getattr(loss, "notes", ())
         self.train = self._train_function(loss)
         self.evaluate = CompiledFunction(
-            function=make_eval_step(run.loss_for("none"), dtypes=run.dtypes),
+            function=run.placement.eval_function(
+                make_eval_step(run.loss_for("none"), dtypes=run.dtypes)
+            ),
             name="evaluation step",
             batch_position=3,
             on_compile=on_compile,
@@ -51,8 +54,11 @@ class Programs:
     def _train_function(self, loss: Loss) -> CompiledFunction:
         run = self._run
         return CompiledFunction(
-            function=make_train_step(
-                loss, run.optimizer, dtypes=run.dtypes, max_grad_norm=run.config.max_grad_norm
+            function=run.placement.train_function(
+                make_train_step(
+                    loss, run.optimizer, dtypes=run.dtypes, max_grad_norm=run.config.max_grad_norm
+                ),
+                jax.eval_shape(lambda: self._state),
             ),
             name="training step",
             batch_position=2,
@@ -74,7 +80,7 @@ class Programs:
 
     def _prepare(self, function: CompiledFunction, state: TrainState) -> None:
         run = self._run
-        batch = example_batch(run.train_loader)
+        batch = run.placement.batch(example_batch(run.train_loader))
         function.prepare(state, run.frozen, batch, np.float32(0.0))
 
     def _choose_remat(self, state: TrainState) -> RematPolicy:

@@ -68,6 +68,8 @@ def load_back_run(run: Run, state: TrainState, path: str | Path, *, num_rows: in
     examples = run.data.train.rows.examples
     chosen = range(min(num_rows, len(examples)))
     length = min(64, *(int(examples.lengths[i]) for i in chosen))
+    context = run.placement.config.context
+    length = max(length // context, 1) * context  # a whole number of tokens on every device
     flat = [slice(examples.span(i).start, examples.span(i).start + length) for i in chosen]
     everything = {
         "input_ids": np.stack([examples.input_ids[part] for part in flat]),
@@ -77,13 +79,19 @@ def load_back_run(run: Run, state: TrainState, path: str | Path, *, num_rows: in
     if examples.token_type_ids is not None:
         everything["token_type_ids"] = np.stack([examples.token_type_ids[p] for p in flat])
     inputs: dict[str, Any] = {k: v for k, v in everything.items() if k in run.objective.inputs}
+    # On a mesh every device has rows: the same ones again.
+    repeats = run.placement.rows
+    inputs = {name: np.concatenate([value] * repeats) for name, value in inputs.items()}
 
     def forward(trainable: Any, frozen: Any, buffers: Any) -> Any:
         params = {**cast_params(trainable, run.dtypes), **frozen}
         return run.module.apply(params, buffers, train=False, **inputs)[0].logits
 
-    logits = jax.jit(forward)(state.trainable, run.frozen, state.buffers)
-    return load_back(run.model, path, inputs=inputs, logits=np.asarray(logits, np.float32))
+    step = jax.jit(run.placement.eval_function(forward))
+    logits = np.asarray(step(state.trainable, run.frozen, state.buffers), np.float32)
+    real = slice(0, len(flat))
+    inputs = {name: value[real] for name, value in inputs.items()}
+    return load_back(run.model, path, inputs=inputs, logits=logits[real])
 
 
 def load_back(

@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -31,9 +30,10 @@ from headrace.train.lora import AdapterReport, apply_lora
 from headrace.train.losses import Loss
 from headrace.train.objectives import Objective, make_objective
 from headrace.train.optimizers import Optimizer, decay_keys, decay_parameter_names, make_optimizer
+from headrace.train.placement import Placement, host_value
 from headrace.train.preference import REFERENCE
 from headrace.train.schedules import Schedule, make_schedule
-from headrace.train.state import Params, TrainState, compute_dtypes, create_state
+from headrace.train.state import Params, TrainState, compute_dtypes
 
 # Settings that say what is computed; a checkpoint of a run where one differs is refused.
 _IDENTITY = (
@@ -65,6 +65,7 @@ class Run:
     train_loader: Loader
     total_steps: int
     identity: Mapping[str, Any]
+    placement: Placement = field(default_factory=Placement)
     notes: tuple[str, ...] = ()
 
     @property
@@ -99,6 +100,7 @@ def build_run(
     if isinstance(model, str):
         config = config.replace(model_name_or_path=model)
         model = None
+    placement = Placement.make(config.mesh)
     objective = make_objective(config)
     tokenizer = load_processing_class(config, processing_class, model)
     data = load_data(
@@ -127,8 +129,11 @@ def build_run(
     masters = _cast_model(core, config)
     core.train()
     module = to_jax(core, _example_inputs(data.train.rows, objective))
-    run, state = _assemble(config, objective, data, torch_model, report, tokenizer, module, masters)
-    return replace(run, notes=tuple(notes)), state
+    placement, module = placement.planned(module, config.sharding_overrides)
+    run, state = _assemble(
+        config, objective, data, torch_model, report, tokenizer, module, masters, placement
+    )
+    return replace(run, notes=(*notes, *placement.notes)), state
 
 
 def _assemble(
@@ -140,9 +145,11 @@ def _assemble(
     tokenizer: Any,
     module: JaxModule,
     masters: Mapping[str, np.ndarray],
+    placement: Placement,
 ) -> tuple[Run, TrainState]:
     layout = module.layout
-    loader = data.train_loader(config)
+    loader = data.train_loader(config, num_devices=placement.rows, process=placement.process)
+    placement.check_shapes(loader.shapes)
     total = num_steps(config, loader.steps_per_epoch)
     decay = decay_keys(
         layout.trainable,
@@ -158,14 +165,14 @@ def _assemble(
         adam_beta2=config.adam_beta2,
         adam_epsilon=config.adam_epsilon,
     )
-    params = module.params()
+    params = placement.params(module)
     dtypes = compute_dtypes(params, layout.trainable)
-    params |= _stored_masters(module, masters)
+    params |= _stored_masters(module, masters, placement)
     reference = objective.reference_values(
         layout.keys, {key: params[key].astype(dtypes[key]) for key in layout.trainable},
         adapter=isinstance(model, PeftModel),
     )  # fmt: skip
-    state, frozen = create_state(
+    state, frozen = placement.state(
         params, module.buffers(), trainable=layout.trainable, optimizer=optimizer, seed=config.seed
     )
     frozen |= reference
@@ -191,7 +198,8 @@ def _assemble(
         num_trainable=sum(value.size for value in state.trainable.values()),
         train_loader=loader,
         total_steps=total,
-        identity=run_identity(config, data.train.rows, state, frozen),
+        identity=run_identity(config, data.train.rows, state, frozen, rows=placement.rows),
+        placement=placement,
     )
     return run, state
 
@@ -287,15 +295,18 @@ def _cast_model(model: Any, config: TrainConfig) -> dict[str, np.ndarray]:
     return masters
 
 
-def _stored_masters(module: JaxModule, masters: Mapping[str, np.ndarray]) -> dict[str, Array]:
+def _stored_masters(
+    module: JaxModule, masters: Mapping[str, np.ndarray], placement: Placement
+) -> dict[str, Array]:
     if not masters:
         return {}
     keys = module.layout.keys
     return {
-        key: jnp.asarray(
+        key: placement.replace(
+            key,
             masters[keys[key][0]]
             if len(keys[key]) == 1
-            else np.stack([masters[n] for n in keys[key]])
+            else np.stack([masters[n] for n in keys[key]]),
         )
         for key in module.layout.trainable
         if keys[key][0] in masters
@@ -327,18 +338,23 @@ def dataset_fingerprint(rows: Rows) -> str:
 
 
 def run_identity(
-    config: TrainConfig, rows: Rows, state: TrainState, frozen: Params
+    config: TrainConfig, data: Rows, state: TrainState, frozen: Params, *, rows: int = 1
 ) -> dict[str, Any]:
-    """What makes two runs the same run: settings, data, names and shapes, frozen weights."""
+    """What makes two runs the same run: settings, data, names and shapes, frozen weights.
+
+    rows: devices that rows are divided over. Rows in a micro-batch count over all of them, so a run
+    may go on with another number of devices.
+    """
     shapes = sorted((k, v.shape) for k, v in state.trainable.items())
     weights = hashlib.sha256()
     for key in sorted(frozen):  # the first values of each tensor tell two base models apart
         value = frozen[key]
         head = value[(0,) * (value.ndim - 1)][:64] if value.ndim else value
-        weights.update(np.ascontiguousarray(jax.device_get(head)).reshape(-1).view(np.uint8).data)
+        weights.update(np.ascontiguousarray(host_value(head)).reshape(-1).view(np.uint8).data)
     identity = {name: getattr(config, name) for name in _IDENTITY}
+    identity["per_device_train_batch_size"] *= rows
     return identity | {
-        "dataset": dataset_fingerprint(rows),
+        "dataset": dataset_fingerprint(data),
         "trainable": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
         "frozen_weights": weights.hexdigest()[:16],
     }

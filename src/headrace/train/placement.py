@@ -1,0 +1,201 @@
+"""Where the arrays of a run lie: on one device, or divided over a mesh.
+
+Without a mesh nothing here changes anything, and the compiled programs are those of one device.
+
+Knows: plans, meshes, several processes. Does not know: losses, files, the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from headrace.bridge.dtypes import narrowed, tensor_to_numpy, to_jax_dtype
+from headrace.bridge.module import JaxModule, Layout
+from headrace.errors import ConfigError
+from headrace.sharding import MeshConfig, ParamPlan, make_mesh, make_partition, plan_params
+from headrace.sharding.place import check_batch, put_batch, row_shares
+from headrace.train.abstract import keep_layout, state_shardings
+from headrace.train.optimizers import Optimizer
+from headrace.train.state import Params, TrainState, create_state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A mesh, or None for one device, and the plan of every parameter on it."""
+
+    config: MeshConfig = field(default_factory=MeshConfig)
+    mesh: Mesh | None = None
+    plans: Mapping[str, ParamPlan] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def make(cls, wanted: Any, devices: Any = None) -> Placement:
+        """From the setting `mesh`: None, "auto" or a mapping. Raises ConfigError."""
+        devices = jax.devices() if devices is None else devices
+        if wanted is None and jax.process_count() > 1:
+            raise ConfigError(
+                f"{jax.process_count()} processes run together, but mesh is not set; add "
+                "`mesh: auto`, or the sizes of its axes"
+            )
+        if wanted is None:
+            note = f"{len(devices)} devices are here and one is used; `mesh: auto` uses them all"
+            return cls(notes=(note,) if len(devices) > 1 else ())
+        config = MeshConfig.parse(wanted, len(devices))
+        return cls(config=config, mesh=make_mesh(config, devices) if config.size > 1 else None)
+
+    def planned(
+        self, module: JaxModule, overrides: Mapping[str, Any]
+    ) -> tuple[Placement, JaxModule]:
+        """With a plan for the module's parameters, and the module divided by it."""
+        if self.mesh is None:
+            if overrides:
+                raise ConfigError("sharding_overrides has no effect without a mesh; add mesh")
+            return self, module
+        plans = plan_params(module, self.config, overrides)
+        planned = Placement(config=self.config, mesh=self.mesh, plans=plans, notes=self.notes)
+        return planned, module.on_mesh(make_partition(self.mesh, plans))
+
+    # -- batches ---------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """Over how many devices the rows of a batch are divided."""
+        return self.config.batch_size
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """(share, shares): which rows of every micro-batch this process loads."""
+        return (0, 1) if self.mesh is None else row_shares(self.mesh)
+
+    def check_shapes(self, shapes: Iterable[tuple[int, int, int]]) -> None:
+        """Refuse batches [A, B of this process, T] that the mesh does not divide."""
+        if self.mesh is not None:
+            shares = self.process[1]
+            for accumulation, rows, length in shapes:
+                check_batch(self.mesh, (accumulation, rows * shares, length))
+
+    def batch(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """This process's rows [A, B, ...] on their devices; placed arrays pass."""
+        if self.mesh is None or _placed(batch):
+            return batch
+        return put_batch(self.mesh, batch)
+
+    def whole_batch(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A micro-batch [B, ...] that every process has whole, on the devices."""
+        if self.mesh is None or _placed(batch):
+            return batch
+        one = {name: np.asarray(value)[None] for name, value in batch.items()}
+        return {name: value[0] for name, value in put_batch(self.mesh, one, whole=True).items()}
+
+    # -- arrays ----------------------------------------------------------------------------------
+
+    def params(self, module: JaxModule) -> Params:
+        """The torch module's parameters; on a mesh each device is given its own part only."""
+        if self.mesh is None:
+            return module.params()
+        tensors = dict(module.module.named_parameters(remove_duplicate=False))
+        return {
+            key: self.put(key, _stacked_reader(module.layout, key, tensors))
+            for key in module.layout.keys
+        }
+
+    def put(self, key: str, read: Callable[[Any], np.ndarray]) -> Array:
+        """A stored parameter from a function that gives any part of it (an index -> values)."""
+        assert self.mesh is not None
+        plan = self.plans[key]
+        sharding = NamedSharding(self.mesh, plan.spec)
+        return jax.make_array_from_callback(plan.shape, sharding, read)
+
+    def replace(self, key: str, value: np.ndarray) -> Array:
+        """A stored parameter with other values (float32 originals of what is trained)."""
+        if self.mesh is None:
+            return jnp.asarray(value)
+        return self.put(key, lambda index: value[index])
+
+    def state(
+        self,
+        params: Mapping[str, Array],
+        buffers: Mapping[str, Array],
+        *,
+        trainable: Iterable[str],
+        optimizer: Optimizer,
+        seed: int,
+    ) -> tuple[TrainState, Params]:
+        """`create_state`, with every new array made where it belongs."""
+        if self.mesh is None:
+            return create_state(
+                params, buffers, trainable=trainable, optimizer=optimizer, seed=seed
+            )
+        keys = frozenset(trainable)
+        frozen = {key: value for key, value in params.items() if key not in keys}
+        moving = {key: value for key, value in params.items() if key in keys}
+
+        def make(moving: Params, buffers: Params) -> TrainState:
+            return create_state(moving, buffers, trainable=keys, optimizer=optimizer, seed=seed)[0]
+
+        values: Any = {key: np.asarray(value) for key, value in buffers.items()}
+        shapes = jax.eval_shape(make, moving, values)
+        layout = state_shardings(shapes, self.mesh, self.plans)
+        return jax.jit(make, out_shardings=layout)(moving, values), frozen
+
+    # -- programs --------------------------------------------------------------------------------
+
+    def train_function(self, step: Callable[..., Any], state: TrainState) -> Callable[..., Any]:
+        """The step with its results laid out as its arguments."""
+        if self.mesh is None:
+            return step
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        kept = keep_layout(step, state_shardings(state, self.mesh, self.plans))
+
+        def function(state: TrainState, *args: Any) -> tuple[TrainState, Any]:
+            new_state, metrics = kept(state, *args)
+            return new_state, jax.lax.with_sharding_constraint(metrics, whole)
+
+        return function
+
+    def eval_function(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The evaluation step with results that every process can read."""
+        if self.mesh is None:
+            return step
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return lambda *args: jax.lax.with_sharding_constraint(step(*args), whole)
+
+
+def _placed(batch: Mapping[str, Any]) -> bool:
+    return all(isinstance(value, Array) for value in batch.values())
+
+
+def _stacked_reader(
+    layout: Layout, key: str, tensors: Mapping[str, Any]
+) -> Callable[[Any], np.ndarray]:
+    names = layout.keys[key]
+
+    def one(name: str, index: Any) -> np.ndarray:
+        tensor = tensors[name]
+        return narrowed(tensor_to_numpy(tensor)[index], to_jax_dtype(tensor.dtype))
+
+    def read(index: Any) -> np.ndarray:
+        if len(names) == 1:
+            return one(names[0], index)
+        return np.stack([one(name, index[1:]) for name in names[index[0]]])
+
+    return read
+
+
+def host_value(array: Any) -> np.ndarray:
+    """An array's values on this host; parts on other hosts are fetched, so all must call it."""
+    if isinstance(array, Array) and not array.is_fully_addressable:
+        if array.is_fully_replicated:
+            return np.asarray(array.addressable_data(0))
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)
