@@ -8,11 +8,13 @@ turns, so that a busy machine is busy for all; the table gives medians and the m
 ratios.
 
     python benchmarks/lora_step.py --rounds 7
+    python benchmarks/lora_step.py --only headrace eager eager+pages
     python benchmarks/lora_step.py --torchax-python .venv-torchax/bin/python
 
 torchax needs an environment of its own (its release does not import with torch >= 2.13 as it is;
 the missing overload names are supplied here, nothing else is changed). A contender that cannot run
-is reported.
+is reported. Headrace runs with malloc's huge pages, as the `headrace` command sets them; the peers as
+their users start them, and with "+pages" with the same setting.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def model_and_batch(shape: str, batch: int, length: int) -> tuple[Any, Any]:
     return model, torch.randint(0, VOCAB, (batch, length))
 
 
-def headrace_step(shape: str, batch: int, length: int) -> Callable[[], float]:
+def headrace_step(
+    shape: str, batch: int, length: int, *, remat: str = "none"
+) -> Callable[[], float]:
     """Headrace's own step: fused head and loss, layers in a loop, donated state."""
     import jax
     import numpy as np
@@ -79,7 +83,7 @@ def headrace_step(shape: str, batch: int, length: int) -> Callable[[], float]:
         params, jm.buffers(), trainable=trainable, optimizer=optimizer, seed=0
     )
     function = make_train_step(
-        causal_loss(jm, trainable=trainable, remat="full"),
+        causal_loss(jm, trainable=trainable, remat=remat),
         optimizer,
         dtypes=compute_dtypes(params, trainable),
     )
@@ -189,8 +193,11 @@ def torchax_step(shape: str, batch: int, length: int) -> Callable[[], float]:
 
 CONTENDERS = {
     "headrace": headrace_step,
+    "headrace-full": lambda *a: headrace_step(*a, remat="full"),
     "eager": eager_step,
+    "eager+pages": eager_step,
     "torch.compile": lambda *a: eager_step(*a, compiled=True),
+    "torch.compile+pages": lambda *a: eager_step(*a, compiled=True),
     "torchax": torchax_step,
 }
 
@@ -217,6 +224,8 @@ def launch(name: str, python: str, options: argparse.Namespace) -> subprocess.Po
     command = [python, __file__, "--serve", name, "--shape", options.shape]
     command += ["--batch", str(options.batch), "--length", str(options.length)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    if name.startswith("headrace") or name.endswith("+pages"):
+        environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -282,7 +291,7 @@ def report(times: dict[str, list[float]], options: argparse.Namespace) -> None:
         f"\nLlama {options.shape}, LoRA r {RANK} all-linear, {options.batch} x {options.length}, "
         f"float32"
     )
-    print(f"{'':16}{'s/step median':>14}{'min':>8}{'max':>8}{'tokens/s':>10}{'headrace is':>14}")
+    print(f"{'':20}{'s/step median':>14}{'min':>8}{'max':>8}{'tokens/s':>10}{'headrace is':>14}")
     base = times.get("headrace")
     for name, values in times.items():
         ratio = ""
@@ -290,7 +299,7 @@ def report(times: dict[str, list[float]], options: argparse.Namespace) -> None:
             paired = [v / b for v, b in zip(values, base, strict=True)]
             ratio = f"{statistics.median(paired):.2f}x faster"
         median = statistics.median(values)
-        row = f"{name:16}{median:14.3f}{min(values):8.3f}{max(values):8.3f}"
+        row = f"{name:20}{median:14.3f}{min(values):8.3f}{max(values):8.3f}"
         print(f"{row}{tokens / median:10.0f}{ratio:>14}")
 
 

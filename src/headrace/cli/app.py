@@ -15,7 +15,8 @@ from typing import Any
 
 import typer
 
-from headrace.cli import doctor, evaluate, merge, train
+from headrace.cli import doctor, evaluate, merge, shard, train
+from headrace.cli.huge_pages import restart_with_huge_pages
 from headrace.errors import HeadraceError
 
 EXIT_FAILED = 1
@@ -56,11 +57,18 @@ def _root(  # pyright: ignore[reportUnusedFunction]  # typer keeps it
 app.command("train", context_settings=ANY_FIELD)(train.train)
 app.command("eval", context_settings=ANY_FIELD)(evaluate.evaluate)
 app.command("merge")(merge.merge)
+app.command("shard")(shard.shard)
 app.command("doctor")(doctor.doctor)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and leave with its exit code."""
+    """Run the command line and leave with its exit code.
+
+    args: the words after `headrace`, by default those of the process, which then may start again
+    with huge pages for its arrays.
+    """
+    if args is None:
+        restart_with_huge_pages()
     # peft 0.21 asks transformers for an attribute that was renamed; users cannot mend that
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     sys.exit(run(sys.argv[1:] if args is None else args))

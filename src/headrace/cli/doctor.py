@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from headrace.cli import huge_pages
+
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
@@ -147,6 +149,12 @@ def check_memory() -> Iterator[Finding]:
         found=f"{cores} cores, {_gib(total)} memory, {_gib(free)} free",
         level="warning" if low else "ok",
         advice="little memory is free; compilation alone can need 2 GiB" if low else "",
+    )
+    reason = huge_pages.obstacle()
+    yield Finding(
+        subject="huge pages",
+        found=f"not used: {reason}" if reason else "used by the headrace commands",
+        advice="" if reason else "in your own scripts: GLIBC_TUNABLES=glibc.malloc.hugetlb=1",
     )
 
 
