@@ -13,8 +13,8 @@ ratios.
 
 torchax needs an environment of its own (its release does not import with torch >= 2.13 as it is;
 the missing overload names are supplied here, nothing else is changed). A contender that cannot run
-is reported. Headrace runs with malloc's huge pages, as the `headrace` command sets them; the peers as
-their users start them, and with "+pages" with the same setting.
+is reported. Headrace runs with huge pages for malloc, as the `headrace` command sets them; the
+peers as their users start them, and with "+pages" with the same setting.
 """
 
 from __future__ import annotations
