@@ -216,8 +216,18 @@ def _longer(names: Sequence[str], length: int, *, known: bool) -> tuple[str, ...
     return tuple(found)
 
 
-def lower_step(captured: CapturedModel, candidate: Candidate) -> Any:
-    """`jax.stages.Lowered` of the training step on the candidate's mesh.
+@dataclass(frozen=True, kw_only=True)
+class LoweredStep:
+    """A step that can be compiled, and the shapes with shardings that it takes."""
+
+    lowered: Any
+    state: Any
+    frozen: Any
+    batch: Any
+
+
+def lower_step(captured: CapturedModel, candidate: Candidate) -> LoweredStep:
+    """The training step on the candidate's mesh, lowered for its slice. Costs seconds.
 
     Raises ConfigError when the mesh does not fit the model, PlanError without a TPU compiler.
     """
@@ -239,7 +249,8 @@ def lower_step(captured: CapturedModel, candidate: Candidate) -> Any:
     batch = abstract_batch(_batch(config, candidate), mesh)
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     with target_platform("tpu"):
-        return jax.jit(step, donate_argnums=(0,)).lower(state, frozen, batch, rate)
+        lowered = jax.jit(step, donate_argnums=(0,)).lower(state, frozen, batch, rate)
+    return LoweredStep(lowered=lowered, state=state, frozen=frozen, batch=batch)
 
 
 def _loss(module: JaxModule, config: TrainConfig, candidate: Candidate) -> Loss:
@@ -282,4 +293,4 @@ def _batch(config: TrainConfig, candidate: Candidate) -> dict[str, jax.ShapeDtyp
     }
 
 
-__all__ = ["PLANNED_TASKS", "CapturedModel", "capture_model", "lower_step"]
+__all__ = ["PLANNED_TASKS", "CapturedModel", "LoweredStep", "capture_model", "lower_step"]

@@ -4,9 +4,9 @@ The same step can take half the time under other flags: what matters is whether 
 beside the matmuls or chained into them, and how much on-chip memory a fusion may use. The names and
 values are XLA's own; MaxText's published recipes use the same ones for the same chips.
 
-`headrace train` applies the set that a plan chose through `jax.jit(..., compiler_options=...)`.
+A plan compiles them, names the one it chose, and `compiler_flags` of a configuration applies it.
 
-Knows: flags. Does not know: programs.
+Knows: flags. Does not know: programs, times.
 """
 
 from __future__ import annotations
