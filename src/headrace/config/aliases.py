@@ -38,6 +38,8 @@ RENAMED: Mapping[str, str] = {
     "lr_scheduler": "lr_scheduler_type",
     "optimizer": "optim",
     "evaluation_strategy": "eval_strategy",
+    "noise_alpha": "neftune_noise_alpha",
+    "early_stopping_steps": "early_stopping_patience",
     "lora_rank": "lora_r",
     "r": "lora_r",
     "target_modules": "lora_target_modules",

@@ -18,8 +18,6 @@ Problem = tuple[str, str]
 NOT_YET = {
     "load_in_4bit": "quantised bases cannot be trained on yet; remove it",
     "load_in_8bit": "quantised bases cannot be trained on yet; remove it",
-    "neftune_noise_alpha": "embedding noise is not supported yet; remove it",
-    "push_to_hub": "uploading is not supported yet; upload output_dir with `hf upload`",
 }
 CAUSAL_METRICS = ("loss", "perplexity", "mean_token_accuracy")
 
@@ -57,6 +55,7 @@ def conflicts(config: TrainConfig) -> list[Problem]:
         _lengths,
         _schedule,
         _evaluation,
+        _samples,
         _best_model,
         _hub,
     )
@@ -154,8 +153,25 @@ def _evaluation(config: TrainConfig) -> Iterator[Problem]:
     size = config.test_split_size
     if size is not None and size > 1 and size % 1:
         yield "test_split_size", f"{size} needs to be a whole number of rows, or a share below 1"
-    if config.eval_on_start and config.eval_strategy == "no":
-        yield "eval_on_start", "needs eval_strategy: steps or epoch"
+    if config.eval_strategy != "no":
+        return
+    for name in ("eval_on_start", "eval_samples", "early_stopping_patience"):
+        if getattr(config, name):
+            yield name, "needs eval_strategy: steps or epoch"
+    if config.lr_scheduler_type == "reduce_lr_on_plateau":
+        yield "lr_scheduler_type", "reduce_lr_on_plateau needs eval_strategy: steps or epoch"
+
+
+def _samples(config: TrainConfig) -> Iterator[Problem]:
+    if config.eval_samples and config.task not in ("causal", "preference"):
+        yield "eval_samples", f"task {config.task} writes no text; remove it"
+    if config.eval_samples and config.mesh:
+        yield "eval_samples", "answers are written on one device only; remove it or mesh"
+    if config.neftune_noise_alpha and config.task in ("preference", "reward"):
+        yield (
+            "neftune_noise_alpha",
+            f"task {config.task} compares answers without noise and dropout; remove it",
+        )
 
 
 def _best_model(config: TrainConfig) -> Iterator[Problem]:
@@ -183,6 +199,8 @@ def _best_model(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _hub(config: TrainConfig) -> Iterator[Problem]:
+    if config.push_to_hub and not config.hub_model_id:
+        yield "hub_model_id", "push_to_hub needs the repository to upload to, such as me/my-model"
     for name in ("hub_model_id", "hub_private_repo"):
         if getattr(config, name) is not None and not config.push_to_hub:
             yield name, "has no effect without push_to_hub: true"

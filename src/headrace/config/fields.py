@@ -32,6 +32,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 OverLength = Literal["truncate", "drop", "split", "error"]
 Remat = Literal["none", "full", "dots", "attention", "offload", "auto"]
 Optimizer = Literal["adamw", "adafactor", "sgd", "lion"]
+CompilerFlags = Literal["default", "overlap", "overlap-vmem", "sparsecore"]
 Schedule = Literal[
     "linear",
     "cosine",
@@ -41,7 +42,9 @@ Schedule = Literal[
     "constant",
     "constant_with_warmup",
     "inverse_sqrt",
+    "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
+    "reduce_lr_on_plateau",
 ]
 Reporter = Literal["tensorboard", "wandb", "trackio"]
 
@@ -114,6 +117,9 @@ _log = partial(_setting, group="Logging")
 _eval = partial(_setting, group="Evaluation")
 _save = partial(_setting, group="Checkpoints")
 _hub = partial(_setting, group="Hub")
+
+
+_plan = partial(_setting, group="Planning")
 
 
 class TrainConfig(BaseModel, frozen=True, extra="forbid"):
@@ -261,7 +267,15 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     label_smoothing_factor: float = _optim(
         0.0, "Share of a label that is spread over all classes or tokens.", ge=0, lt=1
     )
-    neftune_noise_alpha: float | None = _optim(None, "Noise added to embeddings.", gt=0)
+    neftune_noise_alpha: float | None = _optim(
+        None, "Noise added to embeddings in training (NEFTune); 5 is usual.", gt=0
+    )
+    ema_decay: float | None = _optim(
+        None,
+        "Also keep a running average of the trained weights, which is evaluated and saved; 0.999.",
+        gt=0,
+        lt=1,
+    )
 
     preference_loss: PreferenceLossName = _preference(
         "dpo", "Loss of task preference; dpo, ipo and kto compare with the model before training."
@@ -293,6 +307,10 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
         "~/.cache/headrace/xla", "Where compiled programs are kept; none turns it off."
     )
 
+    compiler_flags: CompilerFlags = _memory(
+        "default", "Set of TPU compiler flags; `headrace plan` names the best one for a slice."
+    )
+
     logging_steps: int = _log(10, "Steps between log lines.", ge=1)
     logging_first_step: bool = _log(True, "Log the first step too.")
     report_to: Annotated[tuple[Reporter, ...], BeforeValidator(_as_reporters)] = _log(
@@ -303,6 +321,16 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     eval_strategy: Strategy = _eval("no", "When to evaluate.")
     eval_steps: int = _eval(500, "Steps between evaluations with eval_strategy: steps.", ge=1)
     eval_on_start: bool = _eval(False, "Evaluate before the first step.")
+    eval_samples: int = _eval(
+        0, "Evaluation prompts to answer, before training and at every evaluation.", ge=0, le=32
+    )
+    eval_sample_tokens: int = _eval(64, "Longest of those answers in tokens.", ge=1)
+    early_stopping_patience: int | None = _eval(
+        None, "Evaluations without a better metric_for_best_model after which the run ends.", ge=1
+    )
+    early_stopping_threshold: float = _eval(
+        0.0, "How much better counts as better for early stopping.", ge=0
+    )
 
     save_strategy: Strategy = _save("steps", "When to save; the end is always saved.")
     save_steps: int = _save(500, "Steps between checkpoints with save_strategy: steps.", ge=1)
@@ -316,9 +344,19 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
         None, "A checkpoint folder, or true for the newest in output_dir."
     )
 
+    plan: dict[str, Any] = _plan(
+        dict,
+        "What `headrace plan` cannot see: dataset_rows, dataset_mean_tokens, supervised_share, "
+        "num_labels, slice, prices.",
+        shown="none",
+    )
+
     push_to_hub: bool = _hub(False, "Upload the result.")
     hub_model_id: str | None = _hub(None, "Repository to upload to.")
     hub_private_repo: bool | None = _hub(None, "Make the repository private.")
+    model_card: bool = _hub(
+        True, "Write README.md (a model card) and report.html into output_dir at the end."
+    )
 
     @field_validator("*", mode="before")
     @classmethod
