@@ -298,7 +298,8 @@ def from_dataset(dataset: Dataset, *, source: str) -> Table:
     from datasets import ClassLabel
 
     features = dataset.features or {}
-    names = {k: v.names for k, v in features.items() if isinstance(v, ClassLabel)}
+    kinds = {k: getattr(v, "feature", v) for k, v in features.items()}  # of a list: its elements
+    names = {k: v.names for k, v in kinds.items() if isinstance(v, ClassLabel)}
     return Table(
         rows=dataset.to_list(),
         names=tuple(dataset.column_names),

@@ -47,7 +47,7 @@ def greedy_generate(
         row[: len(prompt)] = prompt
     lengths_B = np.asarray([len(prompt) for prompt in prompts], np.int32)
     run = jax.jit(
-        lambda params, buffers, tokens, lengths: _decode(
+        lambda params, buffers, tokens, lengths: decode_greedy(
             model, params, buffers, tokens, lengths, ends, max_new_tokens
         )
     )
@@ -85,7 +85,7 @@ def _check(model: EvalModel, prompts: Sequence[Sequence[int]], max_new_tokens: i
         )
 
 
-def _decode(
+def decode_greedy(
     model: EvalModel,
     params: Any,
     buffers: Any,

@@ -28,7 +28,11 @@ def describe(logs: Mapping[str, float]) -> str:
         parts.append(f"accuracy {logs['mean_token_accuracy']:.3f}")
     parts.append(f"grad {logs['grad_norm']:.3g}")
     parts.append(f"lr {logs['learning_rate']:.3g}")
+    if "rewards/margins" in logs:
+        parts.append(f"margin {logs['rewards/margins']:.3g}")
     parts.append(f"{logs['tokens_per_second']:,.0f} tok/s")
+    if "mfu" in logs:
+        parts.append(f"mfu {logs['mfu']:.1%}")
     parts.append(f"left {format_seconds(logs['eta_seconds'])}")
     if "skipped_steps" in logs:
         parts.append(f"{logs['skipped_steps']:.0f} steps skipped, not finite")

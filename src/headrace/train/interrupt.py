@@ -46,7 +46,10 @@ class Interrupt:
         self.received = signal.Signals(number)
 
     def leave(self, message: str) -> None:
-        """End the program's work as the signal would have: KeyboardInterrupt, or exit code 143."""
+        """End the program: KeyboardInterrupt after Ctrl-C; exit code 0 after SIGTERM.
+
+        SIGTERM is how a preempted machine says goodbye; everything is saved, so nothing failed.
+        """
         if self.received == signal.SIGTERM:
-            raise SystemExit(128 + signal.SIGTERM)
+            raise SystemExit(0)
         raise KeyboardInterrupt(message)

@@ -20,12 +20,15 @@ from transformers import TrainerControl, TrainerState
 from headrace.data.loader import LoaderState, Step
 from headrace.data.prefetch import Prefetch
 from headrace.errors import CheckpointError, TrainingError
+from headrace.train.averaging import averaged
 from headrace.train.callbacks import Callbacks
 from headrace.train.checkpoint import Restored, list_checkpoints, rotate, save_checkpoint
 from headrace.train.display import Display
+from headrace.train.flops import utilisation
 from headrace.train.interrupt import Interrupt
 from headrace.train.metrics import JsonLog, LateMetrics, StepRecord, TrainClock, Window
 from headrace.train.programs import Programs
+from headrace.train.samples import Sample
 from headrace.train.saving import save_run
 from headrace.train.schedules import ReduceOnPlateau
 from headrace.train.setup import Run
@@ -49,10 +52,12 @@ class TrainLoop:
         evaluate: Callable[[TrainState], dict[str, float]] | None,
         display: Display,
         log: JsonLog,
+        sample: Callable[[TrainState], list[Sample]] | None = None,
     ) -> None:
         self.run, self.programs, self.arrays = run, programs, arrays
         self.state, self.callbacks, self.control = state, callbacks, TrainerControl()
         self._evaluate, self._display, self._log = evaluate, display, log
+        self._sample, self.samples = sample, dict[int, list[Sample]]()
         self._directory = Path(run.config.output_dir)
         self._position = LoaderState()
         self._late = LateMetrics()
@@ -63,6 +68,7 @@ class TrainLoop:
         self._silent: set[str] | None = set(arrays.trainable)
         self._loss_total, self._loss_steps = 0.0, 0
         self.step_seconds = 0.0
+        self.first_step_seconds: float | None = None
 
     @property
     def training_loss(self) -> float:
@@ -91,6 +97,8 @@ class TrainLoop:
         self._fire("on_train_begin")
         if self.run.config.eval_on_start and self.state.global_step == 0:
             self._do_evaluate()
+        elif self.state.global_step == 0:
+            self._do_sample()
         with Interrupt() as interrupt:
             steps = self.run.train_loader.steps(self._position)
             with Prefetch(steps) as prefetched:
@@ -153,6 +161,8 @@ class TrainLoop:
         """A step's numbers have arrived: guard, average, log when its step is due."""
         if record is None:
             return
+        if self.first_step_seconds is None:  # from the call of train(), compilation included
+            self.first_step_seconds = self._clock.wall
         self._watch_gradients(record)
         self._guard(record)
         self._window.add(record)
@@ -213,6 +223,10 @@ class TrainLoop:
         at = self.state.global_step if step is None else step
         logs = self._window.close(steps_left=self.run.total_steps - at)
         logs["epoch"] = self.state.epoch
+        logs["first_step_seconds"] = self.first_step_seconds or 0.0
+        share = utilisation(self.run, logs["tokens_per_second"])
+        if share is not None:
+            logs["mfu"] = share
         self._record("train", at, logs)
         self._display.log(at, logs)
 
@@ -238,9 +252,22 @@ class TrainLoop:
         if isinstance(self.run.schedule, ReduceOnPlateau):
             self.run.schedule.observe(watched)
         self._fire("on_evaluate", metrics=metrics)
+        self._do_sample()
         better = np.greater if self.run.config.greater_is_better else np.less
         if self.state.best_metric is None or better(watched, self.state.best_metric):
             self.state.best_metric, self.state.best_global_step = watched, self.state.global_step
+
+    def _do_sample(self) -> None:
+        """Answers to the fixed prompts, on the console and in the log."""
+        if self._sample is None:
+            return
+        step = self.state.global_step
+        with self._clock.pause():
+            found = self._sample(self.arrays)
+        self.samples[step] = found
+        self._log.write("samples", step=step, samples=[each.as_dict() for each in found])
+        for each in found:
+            self._say(f"sample   {each.prompt[-120:]!r} -> {each.answer!r}")
 
     def _watched(self, metrics: dict[str, float]) -> float:
         name = str(self.run.config.metric_for_best_model)
@@ -294,7 +321,7 @@ class TrainLoop:
             step=step,
             progress=progress,
             identity=self.run.identity,
-            write_model=lambda folder: save_run(self.run, self.arrays, folder),
+            write_model=lambda folder: save_run(self.run, averaged(self.arrays), folder),
         )
         best = self.state.best_model_checkpoint
         protect = [Path(best)] if best is not None else []

@@ -26,8 +26,10 @@ from headrace.data.batches import Rows
 from headrace.data.load import TrainingData, load_data
 from headrace.data.loader import Loader
 from headrace.errors import ConfigError, DataError
+from headrace.train.averaging import with_average
 from headrace.train.lora import AdapterReport, apply_lora
 from headrace.train.losses import Loss
+from headrace.train.noise import add_embedding_noise
 from headrace.train.objectives import Objective, make_objective
 from headrace.train.optimizers import Optimizer, decay_keys, decay_parameter_names, make_optimizer
 from headrace.train.placement import Placement, host_value
@@ -39,6 +41,7 @@ from headrace.train.state import Params, TrainState, compute_dtypes
 _IDENTITY = (
     "task", "seed", "data_seed", "max_length", "packing", "per_device_train_batch_size",
     "gradient_accumulation_steps", "optim", "use_peft", "preference_loss", "mlm_probability",
+    "ema_decay",
 )  # fmt: skip
 
 
@@ -128,6 +131,8 @@ def build_run(
     core = torch_model.get_base_model() if isinstance(torch_model, PeftModel) else torch_model
     masters = _cast_model(core, config)
     core.train()
+    if config.neftune_noise_alpha is not None:
+        add_embedding_noise(core, config.neftune_noise_alpha)
     module = to_jax(core, _example_inputs(data.train.rows, objective))
     placement, module = placement.planned(module, config.sharding_overrides)
     run, state = _assemble(
@@ -165,6 +170,8 @@ def _assemble(
         adam_beta2=config.adam_beta2,
         adam_epsilon=config.adam_epsilon,
     )
+    if config.ema_decay is not None:
+        optimizer = with_average(optimizer, config.ema_decay)
     params = placement.params(module)
     dtypes = compute_dtypes(params, layout.trainable)
     params |= _stored_masters(module, masters, placement)
@@ -191,7 +198,7 @@ def _assemble(
             learning_rate=config.learning_rate,
             num_training_steps=total,
             num_warmup_steps=config.num_warmup_steps(total),
-            **config.lr_scheduler_kwargs,
+            **_schedule_options(config),
         ),
         dtypes=dtypes,
         frozen=frozen,
@@ -202,6 +209,14 @@ def _assemble(
         placement=placement,
     )
     return run, state
+
+
+def _schedule_options(config: TrainConfig) -> dict[str, Any]:
+    """lr_scheduler_kwargs; a plateau is watched in the direction of the best metric."""
+    options = dict(config.lr_scheduler_kwargs)
+    if config.lr_scheduler_type == "reduce_lr_on_plateau":
+        options.setdefault("mode", "max" if config.greater_is_better else "min")
+    return options
 
 
 def restart(run: Run, state: TrainState) -> TrainState:

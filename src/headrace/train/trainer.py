@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import jax
 from peft import PeftConfig
 from torch import nn
-from transformers import TrainerControl, TrainerState
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from headrace.config import (
@@ -28,6 +28,7 @@ from headrace.config import (
     TrainConfig,
 )
 from headrace.errors import ConfigError
+from headrace.train.averaging import averaged
 from headrace.train.callbacks import CallbackLike, Callbacks
 from headrace.train.checkpoint import Restored, load_checkpoint, load_latest
 from headrace.train.display import Display, format_seconds
@@ -35,6 +36,7 @@ from headrace.train.evaluation import ComputeMetrics, evaluate
 from headrace.train.loop import TrainLoop
 from headrace.train.metrics import JsonLog
 from headrace.train.programs import Programs
+from headrace.train.samples import Sampler
 from headrace.train.saving import LoadBack, load_back_run, save_run
 from headrace.train.setup import Run, build_run, model_line, restart
 from headrace.train.state import TrainState as ArrayState
@@ -77,7 +79,7 @@ class Trainer:
             "adapter_config": peft_config,
         }
         self.compute_metrics = compute_metrics
-        self.callbacks = Callbacks([*make_trackers(self.args), *callbacks])
+        self.callbacks = Callbacks([*make_trackers(self.args), *_stopping(self.args), *callbacks])
         self.control = TrainerControl()
         self.state = TrainerState()
         self._run: Run | None = None
@@ -189,12 +191,12 @@ class Trainer:
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Adapter (or whole model) and tokenizer, as PEFT and transformers write them."""
-        save_run(self.run, self.train_state, output_dir or self.args.output_dir)
+        save_run(self.run, averaged(self.train_state), output_dir or self.args.output_dir)
 
     def check_saved(self, output_dir: str | None = None) -> LoadBack:
         """Read the saved files with stock PEFT or transformers; TrainingError when they differ."""
         path = output_dir or self.args.output_dir
-        result = load_back_run(self.run, self.train_state, path)
+        result = load_back_run(self.run, averaged(self.train_state), path)
         self._say(str(result))
         return result
 
@@ -203,6 +205,12 @@ class Trainer:
     def _loop(self, display: Display, log: JsonLog) -> TrainLoop:
         assert self._programs is not None
         has_eval = self.run.data.eval is not None
+        config, sample = self.args, None
+        if config.eval_samples and has_eval:
+            sampler = Sampler(
+                self.run, count=config.eval_samples, max_new_tokens=config.eval_sample_tokens
+            )
+            sample = lambda state: sampler(averaged(state))  # noqa: E731
         return TrainLoop(
             self.run,
             self._programs,
@@ -212,6 +220,7 @@ class Trainer:
             evaluate=self._evaluate if has_eval else None,
             display=display,
             log=log,
+            sample=sample,
         )
 
     def _evaluate(
@@ -222,7 +231,7 @@ class Trainer:
         data = run.data if eval_dataset is None else run.with_eval_dataset(eval_dataset)
         return evaluate(
             self._programs.evaluate,
-            arrays,
+            averaged(arrays),
             run.frozen,
             data.eval_loader(self.args, num_devices=run.placement.rows),
             run.objective,
@@ -302,6 +311,7 @@ class Trainer:
         metrics = {
             "train_runtime": loop.clock.wall,
             "train_step_runtime": loop.step_seconds,
+            "first_step_seconds": loop.first_step_seconds or 0.0,
             "compile_seconds": compiling,
             "train_loss": loop.training_loss,
             "epoch": self.state.epoch,
@@ -351,6 +361,13 @@ class RewardTrainer(Trainer):
     """A reward model: one number a text, higher for the better of two answers."""
 
     config_class = RewardConfig
+
+
+def _stopping(config: TrainConfig) -> list[TrainerCallback]:
+    """transformers' own early stopping, when it is asked for."""
+    if config.early_stopping_patience is None:
+        return []
+    return [EarlyStoppingCallback(config.early_stopping_patience, config.early_stopping_threshold)]
 
 
 def _use_compilation_cache(config: TrainConfig) -> None:
