@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,10 +33,12 @@ def compile_candidate(
     supervised_share: float = 1.0,
     known: Callable[[str], dict[str, Any] | None] = lambda program: None,
     say: Say = lambda text: None,
+    keep_text: str | None = None,
 ) -> dict[str, Any]:
     """Lower, compile and replay: a JSON-able report (see docs/planning.md for its fields).
 
-    known: an earlier report for a program's hash. A program that does not fit HBM is a report with
+    known: an earlier report for a program's hash. keep_text: folder for the compiled program's
+    text. A program that does not fit HBM is a report with
     `fits` false; any other refusal of the compiler raises PlanError.
     """
     say(f"lowering {candidate.slice_name} ({candidate.mesh_text()})")
@@ -72,7 +75,11 @@ def compile_candidate(
         }
     report["compile_seconds"] = time.perf_counter() - start
     say("replaying the schedule")
-    module = parse_module(compiled.as_text())
+    text = compiled.as_text()
+    if keep_text:
+        Path(keep_text).mkdir(parents=True, exist_ok=True)
+        (Path(keep_text) / f"{program}.hlo").write_text(text, encoding="utf-8")
+    module = parse_module(text)
     timeline = replay(
         module,
         candidate.hardware,

@@ -234,7 +234,7 @@ def lower_step(captured: CapturedModel, candidate: Candidate) -> LoweredStep:
     config, module = captured.config, captured.module
     mesh_config = MeshConfig(**candidate.mesh)
     mesh = make_mesh(mesh_config, topology_devices(candidate.hardware))
-    plans = plan_params(module, mesh_config)
+    plans = plan_params(module, mesh_config, config.sharding_overrides)
     if mesh_config.size > 1:
         module = module.on_mesh(make_partition(mesh, plans))
     optimizer = _optimizer(captured)

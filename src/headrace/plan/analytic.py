@@ -1,0 +1,302 @@
+"""Memory and time of a candidate without a compiler: sums over matrices, tokens and links.
+
+It answers at once, on every machine, and for GPUs; it prunes a search and is marked as not
+compiled wherever it is shown. Its few constants stand in `Rates`, are the same for all models, and
+come from data sheets and from what the TPU compiler gives for programs of other shapes.
+
+Knows: model shapes, candidates. Does not know: programs, JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headrace.config import TrainConfig
+from headrace.plan.candidate import Candidate
+from headrace.plan.shape import LayerKind, ModelShape
+
+GB = 1e9
+_ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LOSS_CHUNK_BYTES = 2**26  # float32 logits of a chunk, kernels/linear_cross_entropy.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Achieved shares of data-sheet rates. attention: of bf16 FLOPs. links: of one-way bandwidth.
+
+    spread: how far the true time may lie from the estimate, as a factor either way.
+    """
+
+    matmul: float
+    attention: float
+    hbm: float
+    links: float
+    spread: float
+
+
+_RATES: Mapping[str, Rates] = {
+    "v4": Rates(matmul=0.85, attention=0.50, hbm=0.85, links=0.8, spread=1.3),
+    "v5e": Rates(matmul=0.85, attention=0.50, hbm=0.85, links=0.8, spread=1.3),
+    "v5p": Rates(matmul=0.85, attention=0.50, hbm=0.85, links=0.8, spread=1.3),
+    "v6e": Rates(matmul=0.80, attention=0.38, hbm=0.85, links=0.8, spread=1.35),
+    "v7x": Rates(matmul=0.75, attention=0.38, hbm=0.85, links=0.8, spread=1.4),
+    "a100": Rates(matmul=0.70, attention=0.45, hbm=0.80, links=0.7, spread=1.5),
+    "h100": Rates(matmul=0.60, attention=0.45, hbm=0.80, links=0.7, spread=1.5),
+    "h200": Rates(matmul=0.60, attention=0.45, hbm=0.80, links=0.7, spread=1.5),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """memory: bytes on one device by cause. seconds: of an optimizer step, with `low`..`high`.
+
+    model_flops: of a step on all devices, nothing recomputed (what MFU counts).
+    """
+
+    memory: Mapping[str, int]
+    seconds: float
+    low: float
+    high: float
+    parts: Mapping[str, float]
+    model_flops: float
+
+    @property
+    def hbm_bytes(self) -> int:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained of a model: numbers of parameters."""
+
+    shape: ModelShape
+    task: str
+    trained: int
+    frozen: int
+    adapter: int
+    item: int
+    optimizer_bytes: int  # of one trained parameter
+
+    @property
+    def adapts(self) -> bool:
+        return self.adapter > 0
+
+
+_OPTIMIZER_BYTES = {"adamw": 8, "lion": 4, "sgd": 4, "adafactor": 0}
+
+
+def training_of(config: TrainConfig, shape: ModelShape) -> Training:
+    """Which parameters a configuration trains."""
+    targets = config.lora_target_modules
+    adapter = shape.lora_size(config.lora_r, targets) if config.use_peft else 0
+    head = shape.hidden * shape.hidden if config.task != "causal" else 0
+    dtype = shape.dtype if config.dtype == "auto" else config.dtype
+    return Training(
+        shape=shape,
+        task=config.task,
+        trained=adapter + head if config.use_peft else shape.size + head,
+        frozen=shape.size if config.use_peft else 0,
+        adapter=adapter,
+        item=_ITEM.get(dtype, 4),
+        optimizer_bytes=_OPTIMIZER_BYTES[config.optim],
+    )
+
+
+def estimate(
+    training: Training, candidate: Candidate, *, supervised_share: float = 1.0
+) -> Estimate:
+    """The analytic answer; a millisecond."""
+    parts = _times(training, candidate, supervised_share)
+    compute = sum(v for k, v in parts.items() if not k.startswith("links"))
+    gathers = parts.get("links: weights and gradients", 0.0)
+    exposed = parts.get("links: activations", 0.0)
+    # Gathers run beside the matmuls of the layer before; a tenth of them is seen even so.
+    seconds = max(compute, gathers) + 0.1 * min(compute, gathers) + exposed
+    rates = _RATES[candidate.hardware.chip.name]
+    return Estimate(
+        memory=memory_by_cause(training, candidate),
+        seconds=seconds,
+        low=seconds / rates.spread,
+        high=seconds * rates.spread,
+        parts=parts,
+        model_flops=model_flops(training, candidate),
+    )
+
+
+def model_flops(training: Training, candidate: Candidate) -> float:
+    """FLOPs of a step on all devices: forward, gradients of activations, gradients of what is
+    trained; attention by the pairs a query sees."""
+    shape, tokens = training.shape, candidate.step_positions
+    matrices = sum(kind.count * kind.used for kind in shape.layers)
+    head = shape.embedding if shape.causal and training.task == "causal" else 0
+    per_token = 4.0 * (matrices + head)
+    if training.adapts:
+        per_token += 6.0 * training.adapter
+    else:
+        per_token += 2.0 * (matrices + head)
+    attention = sum(
+        kind.count * 3 * _attention_flops(kind, candidate.length, shape.causal)
+        for kind in shape.layers
+    )
+    return tokens * per_token + tokens / candidate.length * attention
+
+
+def _attention_flops(kind: LayerKind, length: int, causal: bool) -> float:
+    """Forward FLOPs of one row in one layer."""
+    seen = length / 2 if causal else float(length)
+    if kind.window is not None:
+        seen = min(seen, float(kind.window))
+    return 4.0 * length * seen * kind.heads * kind.head_size
+
+
+def memory_by_cause(training: Training, candidate: Candidate) -> dict[str, int]:
+    """Bytes on one device, under the names that the compiled plan uses."""
+    shape, item = training.shape, training.item
+    split = candidate.axis("fsdp") * candidate.axis("tensor") * candidate.axis("expert")
+    tensor = candidate.axis("tensor")
+    trained = training.trained / split
+    tokens = candidate.device_tokens
+    biggest = max(shape.layers, key=lambda kind: kind.size)
+    kept = _kept(training, candidate) * tokens
+    layer = _working(training, biggest, candidate) * tokens
+    gathered = 0.0
+    if candidate.axis("fsdp") > 1:
+        gathered = 2.0 * biggest.size * item / tensor + shape.embedding * item / tensor / 2
+    logits = 0.0
+    if training.task == "causal":
+        logits = min(_LOSS_CHUNK_BYTES, 4.0 * tokens * shape.vocabulary)
+    compute_copies = 0.0 if item == 4 else trained * item
+    head_gradient = 0.0
+    if not training.adapts and training.task == "causal":
+        head_gradient = 4.0 * shape.embedding / split
+    found = {
+        "frozen weights": training.frozen * item / split,
+        "trained weights (float32)": 4.0 * trained,
+        "optimizer": training.optimizer_bytes * trained,
+        "batch and buffers": 4.0 * 4 * candidate.accumulation * tokens,
+        "activations kept": kept,
+        "logits of a chunk": logits,
+        # gradients, their accumulators, a layer's own values, gathered weights
+        "temporaries": 8.0 * trained
+        + compute_copies
+        + layer
+        + gathered
+        + 2 * logits
+        + head_gradient,
+        "program": 48e6,
+    }
+    return {name: int(value) for name, value in found.items()}
+
+
+def _kept(training: Training, candidate: Candidate) -> float:
+    """Bytes of activations kept for one token until the backward pass."""
+    shape, item = training.shape, training.item
+    tensor = candidate.axis("tensor")
+    total = 0.0
+    for kind in shape.layers:
+        attention = kind.heads * kind.head_size / tensor
+        products = sum(m.outputs * m.used for m in kind.matrices)
+        match candidate.remat:
+            case "full":
+                values = float(shape.hidden)
+            case "attention":
+                values = shape.hidden + attention
+            case "offload":
+                values = float(shape.hidden)
+            case "dots":
+                values = shape.hidden + products / tensor
+            case _:
+                values = 6 * shape.hidden + 2.2 * products / tensor
+        if training.adapts and candidate.remat in ("none", "dots"):
+            values += 0.3 * values
+        total += kind.count * values * item
+    return total
+
+
+def _working(training: Training, kind: LayerKind, candidate: Candidate) -> float:
+    """Bytes for one token while one layer is computed backward."""
+    wide = kind.feed_forward / candidate.axis("tensor")
+    attention = kind.heads * kind.head_size / candidate.axis("tensor")
+    item = training.item
+    return item * (6 * training.shape.hidden + 5 * wide + 6 * attention) + 4 * attention
+
+
+_PASSES = {"none": 0.0, "dots": 0.25, "attention": 0.85, "offload": 0.85, "full": 1.0, "auto": 1.0}
+
+
+def _times(training: Training, candidate: Candidate, supervised_share: float) -> dict[str, float]:
+    """Seconds of a step on each kind of work, on one device."""
+    shape, chip = training.shape, candidate.hardware.chip
+    rates = _RATES[chip.name]
+    tensor = candidate.axis("tensor")
+    tokens = candidate.device_tokens * candidate.accumulation
+    again = _PASSES[candidate.remat]
+    rate = chip.flops * rates.matmul * (1.0 if training.item == 2 else 0.35)
+    matrices = sum(kind.count * kind.used for kind in shape.layers) / tensor
+    products = 2.0 + again + (0.0 if training.adapts else 1.0)
+    found = {"matmuls": 2.0 * tokens * matrices * products / rate}
+    if training.adapts:
+        found["adapters"] = 2.0 * tokens * training.adapter / tensor * (3 + again) / (rate * 0.5)
+    attention = (
+        sum(
+            kind.count * _attention_flops(kind, candidate.length, shape.causal)
+            for kind in shape.layers
+        )
+        / candidate.length
+        / tensor
+    )
+    narrow = min(1.0, min(kind.head_size for kind in shape.layers) / 128)
+    found["attention"] = (
+        tokens * attention * (3.5 + again) / (chip.flops * rates.attention * narrow)
+    )
+    found["elementwise"] = (
+        tokens * _streamed(training, candidate) / (chip.hbm_bandwidth * rates.hbm)
+    )
+    if training.task == "causal":
+        # a head is computed once for a chunk, and its gradient with it
+        head = shape.embedding / tensor * tokens * supervised_share
+        found["loss head"] = 2.0 * head * (2 if training.adapts else 3) / (rate * 0.8)
+    trained = training.trained / candidate.axis("fsdp") / tensor
+    update = 8.0 + 2 * training.optimizer_bytes + 2 * training.item + 8 * candidate.accumulation
+    found["optimizer"] = trained * update / (chip.hbm_bandwidth * rates.hbm)
+    found |= _link_times(training, candidate, products)
+    return found
+
+
+def _streamed(training: Training, candidate: Candidate) -> float:
+    """HBM bytes for one token of everything that is not a product: norms, activations, copies."""
+    shape, tensor = training.shape, candidate.axis("tensor")
+    passes = 2.2 + _PASSES[candidate.remat]
+    values = sum(
+        kind.count
+        * (6 * shape.hidden + (1.5 * kind.feed_forward + 3 * kind.heads * kind.head_size) / tensor)
+        for kind in shape.layers
+    )
+    return values * training.item * passes
+
+
+def _link_times(training: Training, candidate: Candidate, products: float) -> dict[str, float]:
+    hardware, chip = candidate.hardware, candidate.hardware.chip
+    rate = chip.link_bandwidth * hardware.usable_links * _RATES[chip.name].links
+    found: dict[str, float] = {}
+    fsdp, data, tensor = (candidate.axis(name) for name in ("fsdp", "data", "tensor"))
+    weights = training.shape.size * training.item / tensor
+    moved = 0.0
+    if fsdp > 1:
+        share = (fsdp - 1) / fsdp
+        turns = candidate.accumulation * (2 + (_PASSES[candidate.remat] > 0))
+        moved += weights * share * turns
+        if not training.adapts:
+            moved += 2 * weights * share * candidate.accumulation
+    if data > 1:
+        moved += 2 * 4.0 * training.trained / fsdp / tensor * (data - 1) / data
+    if moved:
+        found["links: weights and gradients"] = moved / rate
+    if tensor > 1:
+        tokens = candidate.device_tokens * candidate.accumulation
+        sums = 2 * training.shape.num_layers * (2 + _PASSES[candidate.remat])
+        moved = sums * tokens * training.shape.hidden * training.item * 2 * (tensor - 1) / tensor
+        found["links: activations"] = moved / rate
+    del products
+    return found
