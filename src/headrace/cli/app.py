@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from headrace.cli import doctor, evaluate, merge, shard, train
+from headrace.cli import chat, doctor, evaluate, generate, merge, serve, shard, train
 from headrace.cli.huge_pages import restart_with_huge_pages
 from headrace.errors import HeadraceError
 
@@ -58,6 +58,9 @@ app.command("train", context_settings=ANY_FIELD)(train.train)
 app.command("eval", context_settings=ANY_FIELD)(evaluate.evaluate)
 app.command("merge")(merge.merge)
 app.command("shard")(shard.shard)
+app.command("serve")(serve.serve)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 
 

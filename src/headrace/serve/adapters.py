@@ -43,6 +43,11 @@ class Adapters:
         """Adapters that requests may name."""
         return tuple(self._by_name)
 
+    @property
+    def in_use(self) -> tuple[str, ...]:
+        """Adapters that requests use now."""
+        return tuple(name for name, loaded in list(self._by_name.items()) if loaded.uses)
+
     def add(self, name: str, put: Callable[[int], None], *, replace: bool = False) -> None:
         """Take a slot, let `put` fill it, then make the name known.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import torch
@@ -21,7 +21,6 @@ import torch.fx as fx
 
 from headrace.bridge.dtypes import to_jax_dtype
 from headrace.bridge.intercept import AttentionCall, Intercept
-from headrace.bridge.masks import MaskSpec
 from headrace.bridge.program import Loop, Program
 from headrace.errors import CaptureError
 from headrace.kernels.paged import PagedForm, PagedRows, PagedShape, paged_attention
@@ -37,7 +36,7 @@ _MASK = torch.ops.headrace.mask.default
 @dataclass(frozen=True, kw_only=True)
 class CacheEntry:
     """One attention node's cache. source: the entry whose pages it reads; its own name if it
-    writes.
+    writes. window: keys that a query sees, itself included; None for all before it.
     """
 
     name: str
@@ -49,6 +48,7 @@ class CacheEntry:
     value_size: int
     dtype: Any
     has_sinks: bool
+    window: int | None
 
     @property
     def writes(self) -> bool:
@@ -77,7 +77,8 @@ def cache_entries(program: Program) -> dict[fx.Node, CacheEntry]:
     owners: dict[tuple[fx.Node, fx.Node], str] = {}
     problems: list[str] = []
     for node, loop in _attention_nodes(program):
-        problems += _obstacles(node, loop, program)
+        mask = _mask(node, loop, program)
+        problems += _obstacles(node, mask)
         key, value = node.args[1], node.args[2]
         assert isinstance(key, fx.Node)
         assert isinstance(value, fx.Node)
@@ -93,6 +94,7 @@ def cache_entries(program: Program) -> dict[fx.Node, CacheEntry]:
             value_size=int(read.shape[3]),
             dtype=to_jax_dtype(kept.dtype),
             has_sinks=node.args[5] is not None,
+            window=_window(mask),
         )
     if not entries:
         problems.append(
@@ -159,18 +161,42 @@ def _keeps_value(node: fx.Node) -> bool:
     return cast and getattr(before, "dtype", None) == getattr(after, "dtype", 0)
 
 
-def _obstacles(node: fx.Node, loop: Loop | None, program: Program) -> list[str]:
-    mask, bias, causal = node.args[3], node.args[4], bool(node.args[6])
+def _mask(node: fx.Node, loop: Loop | None, program: Program) -> Any:
+    """What gives an attention node its mask: a node of the mask operator, another node, or None."""
+    mask: Any = node.args[3]
+    while isinstance(mask, fx.Node):
+        source = _outside(mask, loop, program)
+        if source is mask and mask.target is torch.ops.aten.slice.Tensor:
+            # Layers with shared keys cut the mask to the keys' length, which changes nothing here.
+            start = mask.args[2] if len(mask.args) > 2 else 0
+            source = mask.all_input_nodes[0] if start in (0, None) else mask
+        if source is mask:
+            break
+        mask = source
+    return mask
+
+
+def _is_pattern(mask: Any) -> TypeGuard[fx.Node]:
+    return isinstance(mask, fx.Node) and mask.target is _MASK
+
+
+def _window(mask: Any) -> int | None:
+    if not _is_pattern(mask):
+        return None
+    width: Any = mask.args[4]
+    return int(width) or None
+
+
+def _obstacles(node: fx.Node, mask: Any) -> list[str]:
+    bias, causal = node.args[4], bool(node.args[6])
     found: list[str] = []
     if bias is not None:
         found.append("its attention adds a position bias to the scores (T5, MPT, ALiBi)")
-    if isinstance(mask, fx.Node):
-        mask = _outside(mask, loop, program)
     if mask is None and not causal:
         found.append("its attention is not causal: an encoder, or attention to another sequence")
-    if isinstance(mask, fx.Node) and mask.target is not _MASK:
+    if isinstance(mask, fx.Node) and not _is_pattern(mask):
         found.append("its attention mask has a pattern other than causal or a sliding window")
-    if isinstance(mask, fx.Node) and mask.target is _MASK and not mask.args[3]:
+    if _is_pattern(mask) and not mask.args[3]:
         found.append("its attention mask is not causal: it reads tokens to the right")
     return found
 
@@ -216,7 +242,6 @@ class PagedIntercept(Intercept):
 
     def attention(self, call: AttentionCall) -> Array:
         entry = self._entries[call.node]
-        window = call.mask.window if isinstance(call.mask, MaskSpec) else 0
         first = 0 if self.turn is None else self.turn.astype("int32") * self._num_pages
         out_TNH, self.value[entry.source] = paged_attention(
             self.value[entry.source],
@@ -225,7 +250,7 @@ class PagedIntercept(Intercept):
             call.value[0].swapaxes(0, 1) if entry.writes else None,
             self._rows,
             scale=call.scale,
-            window=window or None,
+            window=entry.window,
             softcap=call.softcap or None,
             sinks_N=call.sinks,
             first_page=first,

@@ -28,6 +28,7 @@ from headrace.serve import request
 from headrace.serve.adapters import Adapters
 from headrace.serve.answers import Answer, Collector
 from headrace.serve.options import EngineOptions, choose_shapes, open_model
+from headrace.serve.pages import PagePool
 from headrace.serve.params import SamplingParams
 from headrace.serve.request import Delta, Sink
 from headrace.serve.runner import Runner
@@ -244,6 +245,11 @@ class Engine:
         """Share of the cache's pages that running sequences hold."""
         pool = self._runner.scheduler.pool
         return pool.num_used / max(1, pool.num_pages - 1)
+
+    @property
+    def page_pool(self) -> PagePool:
+        """The cache's book-keeping, for reading."""
+        return self._runner.scheduler.pool
 
     @property
     def late_compilations(self) -> int:

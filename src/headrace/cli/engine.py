@@ -1,0 +1,68 @@
+"""Flags that `serve`, `generate` and `chat` share, and how they become an engine.
+
+Knows: words, progress lines. Does not know: HTTP, sampling.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from headrace.serve import Engine
+
+MODEL: Any = typer.Argument(help="Model folder, adapter folder or hub id.")
+ADAPTER: Any = typer.Option("--adapter", help="name=folder of a LoRA adapter; may be repeated.")
+BASE: Any = typer.Option("--base", help="Base model.", show_default="the adapter's own")
+MERGE: Any = typer.Option("--merge", help="Fold the adapter into its base before serving.")
+DTYPE: Any = typer.Option("--dtype", help="auto (the files'), float32, bfloat16 or float16.")
+MAX_MODEL_LEN: Any = typer.Option(
+    "--max-model-len", help="Most tokens of prompt and answer.", show_default="the model's"
+)
+TRUST: Any = typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def default_compilation_cache() -> str:
+    """Where compiled programs are kept between starts."""
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return str(Path(root) / "headrace" / "compiled")
+
+
+def read_adapters(words: list[str] | None) -> dict[str, str]:
+    """name=folder words as a mapping. Raises ConfigError for what is not that."""
+    from headrace.errors import ConfigError
+
+    found: dict[str, str] = {}
+    for word in words or []:
+        name, equals, folder = word.partition("=")
+        if not equals or not name or not folder:
+            raise ConfigError(f"--adapter {word!r} is not name=folder")
+        if name in found:
+            raise ConfigError(f"two adapters are named {name!r}")
+        found[name] = folder
+    return found
+
+
+def start_engine(
+    model: str, adapters: dict[str, str], options: dict[str, Any], *, quiet: bool = False
+) -> Engine:
+    """An engine with a progress line on standard error. options: fields of EngineOptions."""
+    from headrace.errors import ConfigError
+    from headrace.serve import Engine, EngineOptions
+
+    if options.get("dtype", "auto") not in DTYPES:
+        raise ConfigError(f"--dtype {options['dtype']!r} is not known; use {', '.join(DTYPES)}")
+
+    def progress(done: int, total: int, name: str) -> None:
+        if not quiet and sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[Kcompiling {done}/{total}  {name[:60]}")
+            if done == total:
+                sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+    return Engine(model, adapters=adapters, options=EngineOptions(**options), progress=progress)

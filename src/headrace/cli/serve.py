@@ -1,0 +1,122 @@
+"""`headrace serve MODEL`: an OpenAI-compatible server over the captured model.
+
+Knows: words. Does not know: how answers are made (`headrace.serve`).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from headrace.cli import engine as shared
+
+
+def serve(
+    model: Annotated[str, shared.MODEL],
+    adapter: Annotated[list[str] | None, shared.ADAPTER] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="0 takes a free one.", min=0)] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option("--api-key", help="Accepted key; may be repeated. Also HEADRACE_API_KEY."),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option("--served-model-name", help="Model id of the base.")
+    ] = None,
+    max_model_len: Annotated[int | None, shared.MAX_MODEL_LEN] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option("--max-num-seqs", help="Sequences computed at once.", min=1)
+    ] = 16,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option("--max-num-batched-tokens", help="Prompt tokens a step.", min=16)
+    ] = 512,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option("--cache-tokens", help="Size of the cache.", show_default="by memory"),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option("--max-queue", help="Sequences that may wait; more get 503.", min=1)
+    ] = 256,
+    max_loras: Annotated[
+        int, typer.Option("--max-loras", help="Adapter slots (also for later loading).", min=0)
+    ] = 0,
+    max_lora_rank: Annotated[
+        int, typer.Option("--max-lora-rank", help="Largest adapter rank.", min=1)
+    ] = 32,
+    speculative_tokens: Annotated[
+        int,
+        typer.Option("--speculative-tokens", help="Guesses a step by prompt lookup.", min=0),
+    ] = 0,
+    prefix_caching: Annotated[
+        bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse equal beginnings.")
+    ] = True,
+    merge: Annotated[bool, shared.MERGE] = False,
+    base: Annotated[str | None, shared.BASE] = None,
+    dtype: Annotated[str, shared.DTYPE] = "auto",
+    drain_seconds: Annotated[
+        float, typer.Option("--drain-seconds", help="Time for running answers after SIGTERM.")
+    ] = 30.0,
+    compilation_cache: Annotated[
+        str | None,
+        typer.Option("--compilation-cache", help="Folder for compiled programs; '' for none."),
+    ] = None,
+    trust_remote_code: Annotated[bool, shared.TRUST] = False,
+) -> int:
+    """Serve a model or what was just trained: headrace serve out/reminders
+
+    Speaks the OpenAI API on /v1, shows a playground page at /, Prometheus metrics at /metrics. An
+    adapter folder is served as an adapter on its base: both have a model id.
+    """
+    from headrace.errors import ConfigError
+    from headrace.serve.api import ServerOptions, run_server
+    from headrace.weights import find_adapter
+
+    own = None if merge else find_adapter(model)
+    adapters = shared.read_adapters(adapter)
+    cache = shared.default_compilation_cache() if compilation_cache is None else compilation_cache
+    keys = tuple(api_key or []) or tuple(filter(None, [os.environ.get("HEADRACE_API_KEY")]))
+    slots = len(adapters) + (own is not None)
+    if merge and (adapters or max_loras):
+        raise ConfigError("--merge serves one adapter folded in; leave out --adapter, --max-loras")
+    running = shared.start_engine(
+        model,
+        adapters,
+        {
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_batched_tokens": max_num_batched_tokens,
+            "cache_tokens": cache_tokens,
+            "max_queue": max_queue,
+            "max_loras": max(max_loras, slots),
+            "max_lora_rank": max_lora_rank,
+            "speculative_tokens": speculative_tokens,
+            "prefix_caching": prefix_caching,
+            "merge": merge,
+            "base": base,
+            "dtype": dtype,
+            "compilation_cache": cache or None,
+            "trust_remote_code": trust_remote_code,
+        },
+    )
+    names = running.adapters.names
+    options = ServerOptions(
+        host=host,
+        port=port,
+        api_keys=keys,
+        served_model_name=served_model_name,
+        default_model=names[0] if own is not None else None,
+        drain_seconds=drain_seconds,
+    )
+
+    def show(url: str) -> None:
+        typer.echo(f"{', '.join([served_model_name or running.model.name, *names])}")
+        typer.echo(
+            f"context {running.shapes.max_model_len} tokens, "
+            f"cache {(running.shapes.num_pages - 1) * running.shapes.page_size:,} tokens, "
+            f"warm-up {running.warm_up_seconds:.1f} s"
+        )
+        typer.echo(f"ready on {url}  (playground: {url}/  API: {url}/v1)")
+
+    return run_server(running, options, on_start=show)

@@ -1,0 +1,335 @@
+"""The application: routes, keys, limits, readiness, and an orderly end.
+
+Knows: starlette, uvicorn, signals. Does not know: how answers are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.errors import ConfigError
+from headrace.serve.api import routes
+from headrace.serve.api.errors import ApiError, as_api_error
+from headrace.serve.api.metrics import Metrics
+from headrace.serve.engine import Engine
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = ("/health", "/ready", "/ping", "/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How the server listens.
+
+    api_keys: any of them opens everything but /health, /ready and the page at /. served_model_name:
+    the base's id. default_model: used when a request names none. max_body_bytes: larger bodies get
+    413. body_seconds: how long a client may take to send one. drain_seconds: how long running
+    answers may go on after SIGTERM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_name: str | None = None
+    default_model: str | None = None
+    max_body_bytes: int = 4 * 1024 * 1024
+    body_seconds: float = 30.0
+    drain_seconds: float = 30.0
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+class _State:
+    """What changes while the server runs."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.in_flight = 0
+
+
+def build_app(engine: Engine, options: ServerOptions | None = None) -> Starlette:
+    """The ASGI application over a warm engine.
+
+    Raises ConfigError when default_model is neither the base nor a loaded adapter.
+    """
+    options = options or ServerOptions()
+    base = options.served_model_name or engine.model.name
+    default = options.default_model or base
+    if default not in (base, *engine.adapters.names):
+        raise ConfigError(f"default_model {default!r} is neither the base nor a loaded adapter")
+    state = _State()
+    service = routes.Service(
+        engine=engine,
+        base_name=base,
+        default=default,
+        created=int(time.time()),
+        metrics=Metrics(engine, base),
+        adapter_api=bool(options.api_keys) or options.loopback,
+        read_body=partial(_read_body, options),
+    )
+    app = Starlette(
+        routes=_routes(service, state),
+        exception_handlers={Exception: _failed, HTTPException: _http_failed},
+    )
+    app.state.headrace = state
+    app.state.service = service
+    app.add_middleware(_Guard, options=options, state=state)
+    return app
+
+
+Handler = Callable[[routes.Service, Request], Awaitable[Response]]
+
+
+def _routes(service: routes.Service, state: _State) -> list[Route]:
+    def endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def run(request: Request) -> Response:
+            try:
+                return await handler(service, request)
+            except Exception as error:
+                if not isinstance(error, ApiError):
+                    _log_unexpected(error)
+                return as_api_error(error).response()
+
+        return run
+
+    async def health(service: routes.Service, request: Request) -> Response:
+        return Response(status_code=200 if service.engine.alive else 503)
+
+    async def ready(service: routes.Service, request: Request) -> Response:
+        fine = service.engine.alive and not state.draining
+        return Response(status_code=200 if fine else 503)
+
+    async def show_version(service: routes.Service, request: Request) -> Response:
+        return JSONResponse({"version": version("headrace")})
+
+    async def load(service: routes.Service, request: Request) -> Response:
+        return JSONResponse({"server_load": state.in_flight})
+
+    async def metrics(service: routes.Service, request: Request) -> Response:
+        text = await asyncio.to_thread(service.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(service: routes.Service, request: Request) -> Response:
+        return HTMLResponse(files("headrace.serve.api").joinpath("playground.html").read_text())
+
+    table: list[tuple[str, Handler, str]] = [
+        ("/", page, "GET"),
+        ("/health", health, "GET"),
+        ("/ping", health, "GET"),
+        ("/ready", ready, "GET"),
+        ("/version", show_version, "GET"),
+        ("/load", load, "GET"),
+        ("/metrics", metrics, "GET"),
+        ("/v1/models", routes.models, "GET"),
+        ("/v1/models/{model_id:path}", routes.models, "GET"),
+        ("/v1/completions", routes.completions, "POST"),
+        ("/v1/chat/completions", routes.chat, "POST"),
+        ("/tokenize", routes.tokenize, "POST"),
+        ("/detokenize", routes.detokenize, "POST"),
+        ("/v1/load_lora_adapter", routes.load_adapter, "POST"),
+        ("/v1/unload_lora_adapter", routes.unload_adapter, "POST"),
+    ]
+    return [Route(path, endpoint(handler), methods=[method]) for path, handler, method in table]
+
+
+def _log_unexpected(error: Exception) -> None:
+    if as_api_error(error).code == 500:
+        log.error("a request failed", exc_info=error)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    _log_unexpected(error)
+    return as_api_error(error).response()
+
+
+async def _http_failed(request: Request, error: Exception) -> Response:
+    code = error.status_code if isinstance(error, HTTPException) else 500
+    what = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not for this"}
+    return ApiError(code, what.get(code, "the request is wrong")).response()
+
+
+async def _read_body(options: ServerOptions, request: Request) -> bytes:
+    """The whole body, within its limits of size and time."""
+    too_large = ApiError(413, f"the body is larger than {options.max_body_bytes} bytes")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > options.max_body_bytes:
+        raise too_large
+
+    async def read() -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > options.max_body_bytes:
+                raise too_large
+            parts.append(part)
+        return b"".join(parts)
+
+    try:
+        return await asyncio.wait_for(read(), options.body_seconds)
+    except TimeoutError as error:
+        raise ApiError(408, "the body did not arrive in time") from error
+
+
+class _Guard:
+    """Keys, draining, and the count of requests in flight, around every request."""
+
+    def __init__(self, app: ASGIApp, *, options: ServerOptions, state: _State) -> None:
+        self._app, self._options, self._state = app, options, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal.response()(scope, receive, send)
+            return
+        request_id = dict(scope["headers"]).get(b"x-request-id")
+
+        async def tagged(message: Message) -> None:
+            if request_id is not None and message["type"] == "http.response.start":
+                message = {
+                    **message,
+                    "headers": [*message["headers"], (b"x-request-id", request_id)],
+                }
+            await send(message)
+
+        self._state.in_flight += 1
+        try:
+            await self._app(scope, receive, tagged)
+        finally:
+            self._state.in_flight -= 1
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        path = scope["path"]
+        if path in OPEN_PATHS:
+            return None
+        if self._state.draining:
+            return ApiError(503, "the server is stopping; try again")
+        keys = self._options.api_keys
+        if not keys:
+            return None
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        token = given.removeprefix(b"Bearer ").strip()
+        matches = [hmac.compare_digest(token, key.encode()) for key in keys]  # all, in equal time
+        if any(matches):
+            return None
+        return ApiError(401, "an API key is needed: Authorization: Bearer ...")
+
+
+def run_server(engine: Engine, options: ServerOptions, *, on_start: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or Ctrl-C; returns the process's exit code.
+
+    on_start gets the address once it listens. The first signal refuses new requests and lets
+    running ones finish for drain_seconds, the second ends at once. When the engine dies, /health
+    says so and the server ends with code 1.
+    """
+    import uvicorn
+
+    app = build_app(engine, options)
+    config = uvicorn.Config(
+        app,
+        host=options.host,
+        port=options.port,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=30,
+        h11_max_incomplete_event_size=64 * 1024,
+        http="h11",
+        lifespan="off",
+    )
+    server = _Server(config, app.state.headrace, options.drain_seconds, on_start)
+    watcher = threading.Thread(target=_watch, args=(engine, server), daemon=True)
+    watcher.start()
+    server.run()
+    failed = engine.dead is not None
+    engine.close()
+    return 1 if failed or not server.started else 0
+
+
+def _watch(engine: Engine, server: Any) -> None:
+    """End the server a moment after the engine died, so that clients see why."""
+    while engine.alive:
+        time.sleep(0.2)
+    if engine.dead is not None:
+        log.error("the engine died: %r", engine.dead)
+        time.sleep(2.0)
+        server.should_exit = server.force_exit = True
+
+
+def _server_class() -> Any:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """uvicorn with our drain: the first signal waits for running answers."""
+
+        def __init__(
+            self, config: Any, state: _State, drain_seconds: float, on_start: Callable[[str], None]
+        ) -> None:
+            super().__init__(config)
+            self._state, self._drain, self._on_start = state, drain_seconds, on_start
+
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets=sockets)
+            if self.started:
+                host, port = self.servers[0].sockets[0].getsockname()[:2]
+                host = f"[{host}]" if ":" in host else host
+                self._on_start(f"http://{host}:{port}")
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            if self._state.draining:
+                self.should_exit = self.force_exit = True
+                return
+            self._state.draining = True
+            sys.stderr.write("stopping: running answers may finish; once more to end now\n")
+            threading.Thread(target=self._drain_then_exit, daemon=True).start()
+
+        def _drain_then_exit(self) -> None:
+            end = time.monotonic() + self._drain
+            while self._state.in_flight and time.monotonic() < end:
+                time.sleep(0.05)
+            self.should_exit = True
+            time.sleep(1.0)
+            self.force_exit = True
+
+    return Server
+
+
+def _Server(*args: Any) -> Any:
+    return _server_class()(*args)
+
+
+def terminate_self() -> None:
+    """Send this process SIGTERM (tests)."""
+    os.kill(os.getpid(), signal.SIGTERM)
