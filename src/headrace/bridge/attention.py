@@ -24,7 +24,24 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
-NAME = "headrace"
+
+class _Name(str):
+    """The name of our attention, which equals "sdpa" too.
+
+    A model that asks `_attn_implementation in ("eager", "sdpa")` wants to know whether it must put
+    its sparse selection into the mask; ours takes masks as sdpa does. Look-ups go by hash.
+    """
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or "sdpa".__eq__(other) is True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+NAME = _Name("headrace")
 
 
 @torch.library.custom_op("headrace::mask", mutates_args=())
