@@ -33,6 +33,7 @@ RENAMED: Mapping[str, str] = {
     "eval_batch_size": "per_device_eval_batch_size",
     "num_epochs": "num_train_epochs",
     "epochs": "num_train_epochs",
+    "streaming": "dataset_streaming",
     "lr": "learning_rate",
     "label_smoothing": "label_smoothing_factor",
     "lr_scheduler": "lr_scheduler_type",
@@ -77,8 +78,6 @@ IGNORED: Mapping[str, str] = {
 }
 
 REFUSED: Mapping[str, str] = {
-    "datasets": "mixtures are not supported yet; give one dataset_name",
-    "dataset_streaming": "streaming is not supported yet; take a slice such as train[:100000]",
     "deepspeed": "sharding is XLA's; remove it",
     "fsdp": "sharding is XLA's; remove it",
     "fsdp_config": "sharding is XLA's; remove it",

@@ -54,6 +54,7 @@ def conflicts(config: TrainConfig) -> list[Problem]:
         _smoothing,
         _lengths,
         _schedule,
+        _sources,
         _evaluation,
         _samples,
         _best_model,
@@ -108,6 +109,19 @@ def _preference(config: TrainConfig) -> Iterator[Problem]:
                 yield name, f"belongs to preference_loss: {' or '.join(losses)}, not {loss}"
         if config.use_dora and loss in ("dpo", "ipo", "kto"):
             yield "use_dora", f"{loss} turns the adapter off for the reference; use plain LoRA"
+
+
+def _sources(config: TrainConfig) -> Iterator[Problem]:
+    if config.datasets and config.dataset_name:
+        yield "datasets", "says where the data is, and so does dataset_name; keep one"
+    if not config.dataset_streaming:
+        return
+    if config.task != "causal":
+        yield "dataset_streaming", "is for task causal; remove it"
+    if config.datasets:
+        yield "dataset_streaming", "takes one dataset_name, not datasets"
+    if config.test_split_size is not None:
+        yield "test_split_size", "a stream has no length; set eval_dataset_name instead"
 
 
 def _smoothing(config: TrainConfig) -> Iterator[Problem]:

@@ -94,6 +94,16 @@ def _as_mesh(value: Any) -> Any:
     return {name.strip(): size.strip() for name, _, size in pairs}
 
 
+def _as_entries(value: Any) -> Any:
+    """A list of names or mappings; one of them alone will do."""
+    if isinstance(value, str):
+        import yaml
+
+        value = yaml.safe_load(value)
+    listed = value if isinstance(value, list | tuple) else [value] if value else []
+    return tuple({"path": entry} if isinstance(entry, str) else entry for entry in listed)
+
+
 def _as_reporters(value: Any) -> Any:
     return () if value in (None, "none", ["none"], False) else _as_tuple(value)
 
@@ -155,6 +165,17 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
 
     dataset_name: str | None = _data(
         None, "File (json, jsonl, csv, parquet, arrow, txt), folder, glob or hub id."
+    )
+    datasets: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_as_entries)] = _data(
+        (),
+        "Several datasets at once, each with path and, if wanted, name, split and fraction.",
+        shown="none",
+    )
+    dataset_streaming: bool = _data(
+        False, "Read and tokenise in pieces, arrays on disk: for data larger than memory."
+    )
+    data_cache_dir: str | None = _data(
+        "~/.cache/headrace/data", "Where prepared data is kept by content; none turns it off."
     )
     dataset_config: str | None = _data(None, "Configuration name of a hub dataset.")
     dataset_train_split: str = _data("train", "Training split; slices such as train[:1000] work.")

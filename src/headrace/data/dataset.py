@@ -6,7 +6,7 @@ Knows one split at a time; load.py decides which splits there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from headrace.data.masking import masking_for
 from headrace.data.normal import Text
 from headrace.data.packing import one_each, pack
 from headrace.data.pairs import apply_answer_policy, detect_preference, tokenize_answers
-from headrace.data.policy import LengthPolicy, Outcome, apply_policy
+from headrace.data.policy import LengthPolicy, Outcome, Tokenized, apply_policy
 from headrace.data.prepare import decoded_example, normalise_rows, tokenize_causal
 from headrace.data.report import DataReport, length_percentiles
 from headrace.data.table import Table
@@ -65,26 +65,46 @@ def causal_dataset(
     configuration's, else chosen from the data up to `limit`. Raises DataError.
     """
     packing = config.packing if packing is None else packing
-    form = detect_causal(table, text_column=config.text_column)
-    chat = form.kind in ("messages", "sharegpt")
-    tokens, notes = tokenize_causal(
-        table,
-        form,
-        tokenizer,
-        answers_only=config.assistant_only_loss if chat else config.completion_only_loss,
-        use_template=config.apply_chat_template,
-    )
+    form, tokens, notes = _mixture_tokens(table, config, tokenizer)
     lengths = np.asarray([len(row.input_ids) for row in tokens])
     size = max_length or choose_max_length(config, lengths, limit, packing=packing)
-    examples, outcome = apply_policy(tokens, _policy(config, size), table=table)
-    rows, shape = _shape(
+    examples, outcome = apply_policy(tokens, length_policy(config, size), table=table)
+    rows, shape = shape_rows(
         examples, config, pad_token_id(tokenizer), size, packing=packing, kind="causal"
     )
-    report = _report(
+    report = make_report(
         table, form, lengths, examples, outcome, config, name=name, max_length=size,
         notes=[*notes, *_unused(table, form), shape], example=decoded_example(examples, tokenizer),
     )  # fmt: skip
     return Dataset(rows=rows, report=report)
+
+
+def _mixture_tokens(
+    table: Table, config: TrainConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Format, list[Tokenized], list[str]]:
+    """Every part of the table in its own format; the format of the first stands for the report."""
+    tokens: list[Tokenized] = []
+    notes: list[str] = []
+    forms: list[Format] = []
+    start = 0
+    for part in table.parts or (table,):
+        form = detect_causal(part, text_column=config.text_column)
+        chat = form.kind in ("messages", "sharegpt")
+        found, said = tokenize_causal(
+            part,
+            form,
+            tokenizer,
+            answers_only=config.assistant_only_loss if chat else config.completion_only_loss,
+            use_template=config.apply_chat_template,
+        )
+        tokens += [replace(row, row=row.row + start) for row in found] if start else found
+        start += len(part)
+        forms.append(form)
+        notes += [note for note in said if note not in notes]
+        if table.parts:
+            size = sum(len(row.input_ids) for row in found)
+            notes.append(f"part {part.source}: {form}, {len(part):,} rows, {size:,} tokens")
+    return forms[0], tokens, notes
 
 
 def labelled_dataset(
@@ -125,14 +145,14 @@ def labelled_dataset(
     uncut = tokenize_labelled(texts, tokenizer)
     size = max_length or choose_max_length(config, uncut.lengths, limit, packing=False)
     examples, outcome = cut_labelled(
-        uncut, texts, labels, _policy(config, size), tokenizer, table=table, form=form
+        uncut, texts, labels, length_policy(config, size), tokenizer, table=table, form=form
     )
-    rows, shape = _shape(
+    rows, shape = shape_rows(
         examples, config, pad_token_id(tokenizer), size, packing=False, kind="labelled"
     )
     kinds = "numbers" if labels.names is None else f"{labels.num_labels} labels"
     text = str(tokenizer.decode(examples.input_ids[examples.span(0)].tolist()))
-    report = _report(
+    report = make_report(
         table, form, uncut.lengths, examples, outcome, config, name=name, max_length=size,
         notes=[kinds, *_unused(table, form), shape], example=((text, False),),
     )  # fmt: skip
@@ -163,9 +183,11 @@ def preference_dataset(
     )
     lengths = np.asarray([len(row.input_ids) for row in answers.tokens])
     size = max_length or choose_max_length(config, lengths, limit, packing=False)
-    examples, desirable, outcome = apply_answer_policy(answers, _policy(config, size), table=table)
+    examples, desirable, outcome = apply_answer_policy(
+        answers, length_policy(config, size), table=table
+    )
     kind = "pairs" if desirable is None else "unpaired"
-    rows, shape = _shape(
+    rows, shape = shape_rows(
         examples, config, pad_token_id(tokenizer), size, packing=False, kind=kind,
         desirable=desirable,
     )  # fmt: skip
@@ -182,7 +204,7 @@ def preference_dataset(
         other = decoded_example(examples, tokenizer, 1)
         answer = "".join(piece for piece, trained in other if trained)
         example = (*example, (f"\nrejected: {answer}", False))
-    report = _report(
+    report = make_report(
         table, form, lengths, examples, outcome, config, name=name, max_length=size, notes=notes,
         example=example,
     )  # fmt: skip
@@ -215,13 +237,13 @@ def tagged_dataset(
     guess = np.asarray([len(row.words) for row in texts])
     size = max_length or config.max_length or limit
     examples, lengths, outcome = tokenize_tagged(
-        texts, tags, tokenizer, _policy(config, size), table=table
+        texts, tags, tokenizer, length_policy(config, size), table=table
     )
     if max_length is None:
         size = choose_max_length(config, lengths, limit, packing=False)
     if not examples.num_supervised:
         raise DataError(f"{table.source}: no word within max_length {size:,} has a tag")
-    rows, shape = _shape(
+    rows, shape = shape_rows(
         examples, config, pad_token_id(tokenizer), size, packing=False, kind="tagged"
     )
     share = int(guess.sum()) / max(1, int(lengths.sum()))
@@ -235,7 +257,7 @@ def tagged_dataset(
         *_unused(table, form),
         shape,
     ]
-    report = _report(
+    report = make_report(
         table, form, lengths, examples, outcome, config, name=name, max_length=size, notes=notes,
         example=((text, False),),
     )  # fmt: skip
@@ -257,18 +279,18 @@ def masked_dataset(
     texts = [row for row in normalise_rows(table, form) if isinstance(row, Text)]
     size = max_length or config.max_length or limit
     examples, lengths, outcome = tokenize_masked(
-        texts, tokenizer, _policy(config, size), table=table
+        texts, tokenizer, length_policy(config, size), table=table
     )
     if max_length is None:
         size = choose_max_length(config, lengths, limit, packing=False)
     if not examples.num_supervised:
         raise DataError(f"{table.source}: no token could be masked; every row is empty")
-    rows, shape = _shape(
+    rows, shape = shape_rows(
         examples, config, pad_token_id(tokenizer), size, packing=False, kind="masked",
         masking=masking,
     )  # fmt: skip
     notes = [f"{config.mlm_probability:.0%} of the tokens are predicted, drawn anew in every epoch"]
-    report = _report(
+    report = make_report(
         table, form, lengths, examples, outcome, config, name=name, max_length=size,
         notes=[*notes, *_unused(table, form), shape],
         example=((texts[0].text, False),),
@@ -304,11 +326,14 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _unused(table: Table, form: Format) -> list[str]:
     """Columns that nothing reads: a label among them may mean the wrong task."""
+    if table.parts:
+        return []
     names = [n for n in table.names if n not in (*form.columns, "chat_template_kwargs")]
     return [f"columns not used: {', '.join(names)}"] if names else []
 
 
-def _policy(config: TrainConfig, max_length: int) -> LengthPolicy:
+def length_policy(config: TrainConfig, max_length: int) -> LengthPolicy:
+    """The over-length settings as apply_policy takes them."""
     return LengthPolicy(
         max_length=max_length,
         over_length=config.over_length,
@@ -316,7 +341,7 @@ def _policy(config: TrainConfig, max_length: int) -> LengthPolicy:
     )
 
 
-def _shape(
+def shape_rows(
     examples: Examples,
     config: TrainConfig,
     pad: int,
@@ -359,7 +384,7 @@ def _shape(
     ), line
 
 
-def _report(
+def make_report(
     table: Table,
     form: Format,
     lengths: np.ndarray,

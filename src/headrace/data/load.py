@@ -7,13 +7,15 @@ one split stands in dataset.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from headrace.config import TrainConfig
+from headrace.data import cache
 from headrace.data.chat import load_chat_template
 from headrace.data.dataset import (
     LONGEST_CHOSEN,
@@ -26,8 +28,10 @@ from headrace.data.dataset import (
 )
 from headrace.data.labels import Labels
 from headrace.data.loader import Loader
+from headrace.data.mixture import mixture_files, read_mixture
 from headrace.data.prepare import require_fast
-from headrace.data.read import from_python, local_files, read_table
+from headrace.data.read import concatenate, from_python, local_files, read_table
+from headrace.data.stream import streamed_dataset
 from headrace.data.table import Table
 from headrace.errors import ConfigError, DataError
 
@@ -94,6 +98,53 @@ def load_data(
     require_fast(tokenizer)
     set_chat_template(tokenizer, config)
     limit = _length_limit(config, tokenizer, model_max_length)
+    files = _source_files(config) if train_dataset is None and eval_dataset is None else None
+    if files is None or config.data_cache_dir is None:
+        return _prepare(config, tokenizer, train_dataset, eval_dataset, label_names, limit)
+    folder = Path(config.data_cache_dir).expanduser()
+    key = cache.cache_key(config, tokenizer, files, limit=limit, label_names=label_names)
+    found = cache.load(folder, key)
+    if found is not None:
+        datasets, labels = found
+        data = TrainingData(train=datasets["train"], eval=datasets.get("eval"), labels=labels)
+        return _with_note(data, f"prepared before: read from {folder / key}")
+    data = _prepare(config, tokenizer, None, None, label_names, limit)
+    cache.store(folder, key, {"train": data.train, "eval": data.eval}, data.labels)
+    return data
+
+
+def _source_files(config: TrainConfig) -> list[Path] | None:
+    """All local files the data comes from; None when some of it is not local, or streamed."""
+    if config.dataset_streaming:
+        return None
+    if config.datasets:
+        files = mixture_files(config.datasets)
+    else:
+        files = local_files(config.dataset_name) if config.dataset_name else None
+    if files is not None and config.eval_dataset_name is not None:
+        more = local_files(config.eval_dataset_name)
+        files = None if more is None else [*files, *more]
+    if files is None:
+        return None
+    saved = [file.parent for file in files if file.name == "state.json"]  # Dataset.save_to_disk
+    return [*files, *(part for folder in saved for part in sorted(folder.glob("*.arrow")))]
+
+
+def _with_note(data: TrainingData, note: str) -> TrainingData:
+    report = replace(data.train.report, notes=(*data.train.report.notes, note))
+    return replace(data, train=replace(data.train, report=report))
+
+
+def _prepare(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    train_dataset: Any,
+    eval_dataset: Any,
+    label_names: Sequence[str] | None,
+    limit: int,
+) -> TrainingData:
+    if config.dataset_streaming and train_dataset is None:
+        return _streamed(config, tokenizer, eval_dataset, limit)
     train, held = load_tables(config, train_dataset=train_dataset, eval_dataset=eval_dataset)
     if config.task in LABELLED_TASKS:
         return _with_labels(
@@ -101,6 +152,24 @@ def load_data(
         )
     first = _unlabelled(train, config, tokenizer, limit=limit)
     second: Dataset | None = None
+    if held is not None:
+        size = first.report.max_length
+        second = _unlabelled(held, config, tokenizer, name="eval", max_length=size)
+    return TrainingData(train=first, eval=second, labels=None)
+
+
+def _streamed(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, eval_dataset: Any, limit: int
+) -> TrainingData:
+    """Training rows in pieces; evaluation rows, which are few, as ever."""
+    first = streamed_dataset(config, tokenizer, limit=limit)
+    second: Dataset | None = None
+    if eval_dataset is not None:
+        held: Table | None = from_python(eval_dataset, source="eval_dataset")
+    elif config.eval_dataset_name:
+        held = read_table(config.eval_dataset_name, split=config.dataset_test_split)
+    else:
+        held = None
     if held is not None:
         size = first.report.max_length
         second = _unlabelled(held, config, tokenizer, name="eval", max_length=size)
@@ -152,6 +221,8 @@ def load_tables(
     """Training and evaluation rows as they were read; evaluation is None when not asked for."""
     if train_dataset is not None:
         train = from_python(train_dataset)
+    elif config.datasets:
+        train = read_mixture(config.datasets, seed=config.seed)
     elif config.dataset_name:
         split = config.dataset_train_split
         train = read_table(config.dataset_name, split=split, config=config.dataset_config)
@@ -188,11 +259,20 @@ def _with_evaluation(
 
 def _hold_out(train: Table, config: TrainConfig) -> tuple[Table, Table]:
     size = config.test_split_size or 0
+    if size >= 1 and train.parts:
+        config = config.replace(test_split_size=size / len(train))
     count = round(size * len(train)) if size < 1 else int(size)
     if not 0 < count < len(train):
         raise DataError(
             f"test_split_size {size} of {len(train):,} rows leaves {len(train) - count:,} to train "
             f"on and {count:,} to evaluate; both need at least one"
+        )
+    if train.parts:  # the same share of every part
+        pairs = [_hold_out(part, config) for part in train.parts]
+        kept_parts, held_parts = zip(*pairs, strict=True)
+        return (
+            concatenate(kept_parts, train.source, keep_parts=True),
+            concatenate(held_parts, train.source, keep_parts=True),
         )
     order = np.random.default_rng(config.seed).permutation(len(train))
     held, kept = np.sort(order[:count]), np.sort(order[count:])

@@ -73,8 +73,8 @@ def read_table(source: str, *, split: str = "train", config: str | None = None) 
     if files and files[0].name == "state.json":
         table = from_dataset(_load_from_disk(files[0].parent), source=source)
     else:
-        table = _concatenate(
-            [_read_file(file) for file in _files_of_split(files, wanted.name, source)], source
+        table = concatenate(
+            [_read_file(file) for file in files_of_split(files, wanted.name, source)], source
         )
     if not len(table):
         raise DataError(f"{source} holds no rows; give a file with at least one")
@@ -112,7 +112,8 @@ def local_files(source: str) -> list[Path] | None:
     raise DataError(f"{source} does not exist; give a file, folder, glob or hub id (owner/name)")
 
 
-def _files_of_split(files: Sequence[Path], name: str, source: str) -> Sequence[Path]:
+def files_of_split(files: Sequence[Path], name: str, source: str) -> Sequence[Path]:
+    """The files that hold one split; DataError names the splits there are."""
     if len(files) == 1:
         return files
     by_split: dict[str | None, list[Path]] = {}
@@ -150,8 +151,9 @@ def _read_file(path: Path) -> Table:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _concatenate(tables: Sequence[Table], source: str) -> Table:
-    if len(tables) == 1:
+def concatenate(tables: Sequence[Table], source: str, *, keep_parts: bool = False) -> Table:
+    """All rows one after the other. keep_parts: each table has a format of its own."""
+    if len(tables) == 1 and not keep_parts:
         return tables[0]
     origin = [(table, i) for table in tables for i in range(len(table))]
     return Table(
@@ -159,6 +161,7 @@ def _concatenate(tables: Sequence[Table], source: str) -> Table:
         names=tuple(dict.fromkeys(name for table in tables for name in table.names)),
         source=source,
         where=lambda i: origin[i][0].where(origin[i][1]),
+        parts=tuple(tables) if keep_parts else (),
     )
 
 

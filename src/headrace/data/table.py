@@ -21,7 +21,8 @@ class Table:
     """Rows with their origin.
 
     names: columns in order. where(i): "train.jsonl, row 12" (rows count from 1; lines for jsonl).
-    class_names: label names the source itself declares, by column.
+    class_names: label names the source itself declares, by column. parts: the tables of a mixture,
+    in order, when each has a format of its own.
     """
 
     rows: Sequence[Row]
@@ -29,6 +30,7 @@ class Table:
     source: str
     where: Callable[[int], str]
     class_names: Mapping[str, Sequence[str]] | None = None
+    parts: tuple[Table, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rows)

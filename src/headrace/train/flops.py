@@ -41,7 +41,7 @@ def flops_per_token(run: Run) -> float:
     embedding = run.model.get_input_embeddings()
     table = embedding.weight.numel() if embedding is not None else 0
     output = run.model.get_output_embeddings() if hasattr(run.model, "lm_head") else None
-    if output is not None and output.weight is embedding.weight:
+    if output is not None and embedding is not None and output.weight is embedding.weight:
         table = 0  # a tied table is multiplied at the output
     counted = max(run.num_trainable + run.num_frozen - table, 0)
     return 4.0 * counted + 2.0 * run.num_trainable
