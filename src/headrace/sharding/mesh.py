@@ -62,6 +62,15 @@ class MeshConfig:
         return ", ".join(parts) or "one device"
 
     @classmethod
+    def sized(cls, value: Mapping[str, Any] | str) -> MeshConfig:
+        """From a mapping or "fsdp=4,tensor=2", for however many devices that is."""
+        given = _words(value) if isinstance(value, str) else dict(value)
+        unknown = [name for name in given if name not in AXES]
+        if unknown:
+            raise ConfigError(f"mesh has no axis {', '.join(unknown)}; it has {', '.join(AXES)}")
+        return cls(**given)
+
+    @classmethod
     def parse(cls, value: Mapping[str, Any] | str | None, num_devices: int) -> MeshConfig:
         """From a mapping, "auto" (all devices on fsdp), None (one device), or "fsdp=4,tensor=2".
 
@@ -71,11 +80,8 @@ class MeshConfig:
             return cls()
         if value == "auto":
             return cls(fsdp=num_devices)
-        given = _words(value) if isinstance(value, str) else dict(value)
-        unknown = [name for name in given if name not in AXES]
-        if unknown:
-            raise ConfigError(f"mesh has no axis {', '.join(unknown)}; it has {', '.join(AXES)}")
-        config = cls(**given)
+        config = cls.sized(value)
+        given = {name: size for name, size in config.sizes.items() if size > 1}
         if config.size != num_devices:
             raise ConfigError(
                 f"mesh {given} needs {config.size} devices, there are {num_devices}. "

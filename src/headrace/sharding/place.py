@@ -127,7 +127,7 @@ def put_batch(
     return placed
 
 
-def _own_part(value: np.ndarray, first: int, rows: int, index: tuple[slice, ...]) -> np.ndarray:
+def _own_part(value: np.ndarray, first: int, rows: int, index: Any) -> np.ndarray:
     """Part `index` of a global batch of which this process holds the rows from `first` on."""
     start, stop, _ = index[1].indices(rows)
     return value[(index[0], slice(start - first, stop - first), *index[2:])]
