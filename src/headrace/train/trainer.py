@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
@@ -30,12 +31,15 @@ from headrace.config import (
 from headrace.errors import ConfigError
 from headrace.train.averaging import averaged
 from headrace.train.callbacks import CallbackLike, Callbacks
+from headrace.train.card import base_name, write_card
 from headrace.train.checkpoint import Restored, load_checkpoint, load_latest
 from headrace.train.display import Display, format_seconds
 from headrace.train.evaluation import ComputeMetrics, evaluate
+from headrace.train.hub import push
 from headrace.train.loop import TrainLoop
 from headrace.train.metrics import JsonLog
 from headrace.train.programs import Programs
+from headrace.train.report import Story, write_report
 from headrace.train.samples import Sampler
 from headrace.train.saving import LoadBack, load_back_run, save_run
 from headrace.train.setup import Run, build_run, model_line, restart
@@ -177,7 +181,11 @@ class Trainer:
             loop.end()
             self.save_model()
             back = self.check_saved()
-            return self._output(loop, log, back)
+            output = self._output(loop, log, back)
+            self._write_documents(loop, output)
+            if config.push_to_hub:
+                self.push_to_hub()
+            return output
         finally:
             display.close()
             self._display = None
@@ -199,6 +207,17 @@ class Trainer:
         result = load_back_run(self.run, averaged(self.train_state), path)
         self._say(str(result))
         return result
+
+    def push_to_hub(self, commit_message: str = "Trained with Headrace") -> str:
+        """Upload output_dir (without checkpoints) to hub_model_id; returns the address."""
+        if self.args.hub_model_id is None:
+            raise ConfigError("hub_model_id is not set: name the repository, such as me/my-model")
+        address = push(
+            Path(self.args.output_dir), self.args.hub_model_id,
+            private=self.args.hub_private_repo, message=commit_message,
+        )  # fmt: skip
+        self._say(f"uploaded {address}")
+        return address
 
     # -- parts of train() ------------------------------------------------------------------------
 
@@ -324,6 +343,33 @@ class Trainer:
         )
         return TrainOutput(self.state.global_step, loop.training_loss, metrics)
 
+    def _write_documents(self, loop: TrainLoop, output: TrainOutput) -> None:
+        """README.md and report.html; only the first process of several writes."""
+        if not self.args.model_card or jax.process_index():
+            return
+        run, config = self.run, self.args
+        dataset = config.dataset_name
+        known = dataset is not None and not Path(dataset).expanduser().exists()
+        reports = [run.data.train.report, *([run.data.eval.report] if run.data.eval else [])]
+        story = Story(
+            title=config.run_name or Path(config.output_dir).resolve().name,
+            base=base_name(run.model, config.model_name_or_path),
+            model=model_line(run).removeprefix("model").strip(),
+            task=config.task,
+            given=config.as_given(),
+            reports=reports,
+            lengths=run.data.train.rows.examples.lengths,
+            history=self.state.log_history,
+            samples=loop.samples,
+            result={**output.metrics, "steps": output.global_step},
+            versions=_versions(),
+        )
+        folder = Path(config.output_dir)
+        adapter = isinstance(run.model, PeftModel)
+        write_card(story, folder / "README.md", adapter=adapter, dataset=dataset if known else None)
+        write_report(story, folder / "report.html")
+        self._say(f"report   {folder / 'report.html'}")
+
     def _say(self, text: str) -> None:
         (self._display or Display(0, quiet=True)).say(text)
 
@@ -368,6 +414,11 @@ def _stopping(config: TrainConfig) -> list[TrainerCallback]:
     if config.early_stopping_patience is None:
         return []
     return [EarlyStoppingCallback(config.early_stopping_patience, config.early_stopping_threshold)]
+
+
+def _versions() -> dict[str, str]:
+    names = ("headrace", "jax", "torch", "transformers", "peft")
+    return {name: version(name) for name in names}
 
 
 def _use_compilation_cache(config: TrainConfig) -> None:
