@@ -13,6 +13,7 @@ def test_public_names() -> None:
         "CheckReport",
         "ClassificationConfig",
         "ClassificationTrainer",
+        "CompiledStep",
         "DPOConfig",
         "DPOTrainer",
         "JaxModule",
@@ -25,6 +26,7 @@ def test_public_names() -> None:
         "__version__",
         "check",
         "compile",
+        "compile_step",
         "to_jax",
     ]
     for name in hr.__all__:

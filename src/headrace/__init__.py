@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.bridge import CheckReport as CheckReport
+    from headrace.bridge import CompiledStep as CompiledStep
     from headrace.bridge import JaxModule as JaxModule
     from headrace.bridge import check as check
     from headrace.bridge import compile as compile
+    from headrace.bridge import compile_step as compile_step
     from headrace.bridge import to_jax as to_jax
     from headrace.config import ClassificationConfig as ClassificationConfig
     from headrace.config import DPOConfig as DPOConfig
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CheckReport": "headrace.bridge",
+    "CompiledStep": "headrace.bridge",
     "ClassificationConfig": "headrace.config",
     "ClassificationTrainer": "headrace.train",
     "JaxModule": "headrace.bridge",
@@ -42,12 +45,14 @@ _HOMES = {
     "Trainer": "headrace.train",
     "check": "headrace.bridge",
     "compile": "headrace.bridge",
+    "compile_step": "headrace.bridge",
     "to_jax": "headrace.bridge",
 }
 __all__ = [
     "CheckReport",
     "ClassificationConfig",
     "ClassificationTrainer",
+    "CompiledStep",
     "DPOConfig",
     "DPOTrainer",
     "JaxModule",
@@ -60,6 +65,7 @@ __all__ = [
     "__version__",
     "check",
     "compile",
+    "compile_step",
     "to_jax",
 ]
 

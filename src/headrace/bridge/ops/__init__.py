@@ -38,6 +38,7 @@ FAMILIES = (
     "special",
     "unary",
     "upsampling",
+    "backward",  # last: it is made of forward rules
 )
 
 for family in FAMILIES:

@@ -14,7 +14,13 @@ import torch
 from jax import Array, lax
 
 from headrace.bridge.dtypes import to_jax_dtype
-from headrace.bridge.ops.promotion import Promotion, category, promoted_dtype, result_dtype
+from headrace.bridge.ops.promotion import (
+    Promotion,
+    category,
+    is_number,
+    promoted_dtype,
+    result_dtype,
+)
 from headrace.bridge.ops.registry import DEFAULT, INT_TO_FLOAT, aliases, lowers
 
 aten = torch.ops.aten
@@ -23,7 +29,7 @@ Value = Array | Scalar
 
 
 def _scaled(x: Array, factor: Scalar) -> Array:
-    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+    return x if is_number(factor, 1) else x * jnp.asarray(factor, x.dtype)
 
 
 @lowers(aten.add.Tensor, promotion=DEFAULT, over=("self", "other"))

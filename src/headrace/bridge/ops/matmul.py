@@ -10,7 +10,7 @@ import torch
 from jax import Array, lax
 
 from headrace.bridge.dtypes import to_jax_dtype
-from headrace.bridge.ops.promotion import category, result_dtype
+from headrace.bridge.ops.promotion import category, is_number, result_dtype
 from headrace.bridge.ops.registry import aliases, lowers
 from headrace.kernels.attention import traced_platform
 from headrace.kernels.partition import traced_on_mesh
@@ -63,11 +63,11 @@ def aten_mm_dtype(self: Array, mat2: Array, out_dtype: torch.dtype) -> Array:
 
 def _affine(self: Array, product: Array, beta: Scalar, alpha: Scalar) -> Array:
     """beta * self + alpha * product; beta 0 ignores self, nan and all."""
-    if alpha != 1:
+    if not is_number(alpha, 1):
         product = product * jnp.asarray(alpha, product.dtype)
-    if beta == 0:
+    if is_number(beta, 0):
         return product
-    added = self if beta == 1 else self * jnp.asarray(beta, self.dtype)
+    added = self if is_number(beta, 1) else self * jnp.asarray(beta, self.dtype)
     if category(product.dtype) == 0:
         return product | added
     return (product + added).astype(product.dtype)

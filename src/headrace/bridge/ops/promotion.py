@@ -67,6 +67,11 @@ def int_to_float(dtype: np.dtype) -> np.dtype:
     return default_float() if category(dtype) < _FLOAT else dtype
 
 
+def is_number(value: Any, number: float) -> bool:
+    """Whether a Scalar argument is this number, known now and not first when the program runs."""
+    return isinstance(value, (bool, int, float)) and value == number
+
+
 def _scalar_dtype(value: bool | int | float | complex) -> np.dtype:
     if isinstance(value, bool):
         return np.dtype(np.bool_)
@@ -94,7 +99,9 @@ def result_dtype(*values: Any) -> np.dtype:
     scalar: np.dtype | None = None
     for value in values:
         if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-            if value.ndim:
+            if getattr(value, "weak_type", False) and not value.ndim:
+                scalar = _promote(scalar, value.dtype)  # a number that enters at run time
+            elif value.ndim:
                 dimensioned = _promote(dimensioned, value.dtype)
             else:
                 zero_dim = _promote(zero_dim, value.dtype)
