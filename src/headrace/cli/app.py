@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from headrace.cli import chat, doctor, evaluate, generate, merge, serve, shard, train
+from headrace.cli import chat, doctor, evaluate, generate, merge, plan, serve, shard, train
 from headrace.cli.huge_pages import restart_with_huge_pages
 from headrace.errors import HeadraceError
 
@@ -61,6 +61,7 @@ app.command("shard")(shard.shard)
 app.command("serve")(serve.serve)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("plan", context_settings=ANY_FIELD)(plan.plan)
 app.command("doctor")(doctor.doctor)
 
 

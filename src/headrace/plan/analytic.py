@@ -36,11 +36,11 @@ class Rates:
 
 
 _RATES: Mapping[str, Rates] = {
-    "v4": Rates(matmul=0.85, attention=0.50, hbm=0.85, links=0.8, spread=1.3),
-    "v5e": Rates(matmul=0.85, attention=0.50, hbm=0.85, links=0.8, spread=1.3),
-    "v5p": Rates(matmul=0.85, attention=0.50, hbm=0.85, links=0.8, spread=1.3),
-    "v6e": Rates(matmul=0.80, attention=0.38, hbm=0.85, links=0.8, spread=1.35),
-    "v7x": Rates(matmul=0.75, attention=0.38, hbm=0.85, links=0.8, spread=1.4),
+    "v4": Rates(matmul=0.75, attention=0.45, hbm=0.85, links=0.9, spread=1.3),
+    "v5e": Rates(matmul=0.75, attention=0.45, hbm=0.85, links=0.9, spread=1.3),
+    "v5p": Rates(matmul=0.75, attention=0.45, hbm=0.85, links=0.9, spread=1.3),
+    "v6e": Rates(matmul=0.70, attention=0.36, hbm=0.85, links=0.9, spread=1.35),
+    "v7x": Rates(matmul=0.65, attention=0.36, hbm=0.85, links=0.9, spread=1.4),
     "a100": Rates(matmul=0.70, attention=0.45, hbm=0.80, links=0.7, spread=1.5),
     "h100": Rates(matmul=0.60, attention=0.45, hbm=0.80, links=0.7, spread=1.5),
     "h200": Rates(matmul=0.60, attention=0.45, hbm=0.80, links=0.7, spread=1.5),
@@ -154,15 +154,14 @@ def memory_by_cause(training: Training, candidate: Candidate) -> dict[str, int]:
     """Bytes on one device, under the names that the compiled plan uses."""
     shape, item = training.shape, training.item
     split = candidate.axis("fsdp") * candidate.axis("tensor") * candidate.axis("expert")
-    tensor = candidate.axis("tensor")
-    trained = training.trained / split
+    trained = _trained_locally(training, candidate)
     tokens = candidate.device_tokens
-    biggest = max(shape.layers, key=lambda kind: kind.size)
     kept = _kept(training, candidate) * tokens
-    layer = _working(training, biggest, candidate) * tokens
+    layer = _working(training, candidate) * tokens
     gathered = 0.0
     if candidate.axis("fsdp") > 1:
-        gathered = 2.0 * biggest.size * item / tensor + shape.embedding * item / tensor / 2
+        biggest = max(kind.size for kind in shape.layers)
+        gathered = 2.0 * biggest * item / candidate.axis("tensor")
     logits = 0.0
     if training.task == "causal":
         logits = min(_LOSS_CHUNK_BYTES, 4.0 * tokens * shape.vocabulary)
@@ -189,37 +188,74 @@ def memory_by_cause(training: Training, candidate: Candidate) -> dict[str, int]:
     return {name: int(value) for name, value in found.items()}
 
 
+_ROW_WISE = ("o_proj", "down_proj", "experts.down_proj")
+
+
+def _trained_locally(training: Training, candidate: Candidate) -> float:
+    """Trained parameters on one device. An adapter's A follows the input axis of its matrix and B
+    the output axis, so one of them is whole along fsdp and the other along tensor."""
+    fsdp, tensor = candidate.axis("fsdp"), candidate.axis("tensor")
+    split = fsdp * tensor * candidate.axis("expert")
+    if not training.adapts:
+        return training.trained / split
+    inputs_first = sum(
+        kind.count * (m.inputs / (tensor if m.name in _ROW_WISE else fsdp))
+        + kind.count * (m.outputs / (fsdp if m.name in _ROW_WISE else tensor))
+        for kind in training.shape.layers
+        for m in kind.matrices
+        if m.copies == 1
+    )
+    whole = sum(
+        kind.count * (m.inputs + m.outputs)
+        for kind in training.shape.layers
+        for m in kind.matrices
+        if m.copies == 1
+    )
+    return training.adapter * inputs_first / whole + (training.trained - training.adapter) / split
+
+
+def _layer_values(training: Training, kind: LayerKind, candidate: Candidate, policy: str) -> float:
+    """Values that one layer keeps for one token under a remat policy, its input apart."""
+    hidden, tensor = training.shape.hidden, candidate.axis("tensor")
+    products = sum(m.outputs * m.used for m in kind.matrices) / tensor
+    match policy:
+        case "full" | "offload":
+            return 0.0
+        case "attention":
+            return kind.heads * kind.head_size / tensor
+        case "dots":
+            return products * (2.0 if training.adapts else 1.0)
+        case _:
+            return 6.0 * hidden + products * (2.6 if training.adapts else 2.2)
+
+
 def _kept(training: Training, candidate: Candidate) -> float:
-    """Bytes of activations kept for one token until the backward pass."""
-    shape, item = training.shape, training.item
-    tensor = candidate.axis("tensor")
-    total = 0.0
-    for kind in shape.layers:
-        attention = kind.heads * kind.head_size / tensor
-        products = sum(m.outputs * m.used for m in kind.matrices)
-        match candidate.remat:
-            case "full":
-                values = float(shape.hidden)
-            case "attention":
-                values = shape.hidden + attention
-            case "offload":
-                values = float(shape.hidden)
-            case "dots":
-                values = shape.hidden + products / tensor
-            case _:
-                values = 6 * shape.hidden + 2.2 * products / tensor
-        if training.adapts and candidate.remat in ("none", "dots"):
-            values += 0.3 * values
-        total += kind.count * values * item
-    return total
+    """Bytes of activations kept for one token until the backward pass: the input of every turn of
+    the layer loop, and what the policy keeps inside."""
+    shape = training.shape
+    inputs = shape.num_layers / shape.period * shape.hidden
+    inside = sum(
+        kind.count * _layer_values(training, kind, candidate, candidate.remat)
+        for kind in shape.layers
+    )
+    return training.item * (inputs + inside)
 
 
-def _working(training: Training, kind: LayerKind, candidate: Candidate) -> float:
-    """Bytes for one token while one layer is computed backward."""
-    wide = kind.feed_forward / candidate.axis("tensor")
-    attention = kind.heads * kind.head_size / candidate.axis("tensor")
-    item = training.item
-    return item * (6 * training.shape.hidden + 5 * wide + 6 * attention) + 4 * attention
+def _working(training: Training, candidate: Candidate) -> float:
+    """Bytes for one token while one turn of the layer loop is computed backward: all that its
+    layers make, but what was kept already."""
+    shape = training.shape
+    share = shape.period / shape.num_layers
+    values = sum(
+        kind.count
+        * share
+        * (
+            _layer_values(training, kind, candidate, "none")
+            - _layer_values(training, kind, candidate, candidate.remat)
+        )
+        for kind in shape.layers
+    )
+    return training.item * max(values, 4.0 * shape.hidden)
 
 
 _PASSES = {"none": 0.0, "dots": 0.25, "attention": 0.85, "offload": 0.85, "full": 1.0, "auto": 1.0}
@@ -257,10 +293,10 @@ def _times(training: Training, candidate: Candidate, supervised_share: float) ->
         # a head is computed once for a chunk, and its gradient with it
         head = shape.embedding / tensor * tokens * supervised_share
         found["loss head"] = 2.0 * head * (2 if training.adapts else 3) / (rate * 0.8)
-    trained = training.trained / candidate.axis("fsdp") / tensor
+    trained = _trained_locally(training, candidate)
     update = 8.0 + 2 * training.optimizer_bytes + 2 * training.item + 8 * candidate.accumulation
     found["optimizer"] = trained * update / (chip.hbm_bandwidth * rates.hbm)
-    found |= _link_times(training, candidate, products)
+    found |= _link_times(training, candidate)
     return found
 
 
@@ -276,7 +312,7 @@ def _streamed(training: Training, candidate: Candidate) -> float:
     return values * training.item * passes
 
 
-def _link_times(training: Training, candidate: Candidate, products: float) -> dict[str, float]:
+def _link_times(training: Training, candidate: Candidate) -> dict[str, float]:
     hardware, chip = candidate.hardware, candidate.hardware.chip
     rate = chip.link_bandwidth * hardware.usable_links * _RATES[chip.name].links
     found: dict[str, float] = {}
@@ -285,7 +321,7 @@ def _link_times(training: Training, candidate: Candidate, products: float) -> di
     moved = 0.0
     if fsdp > 1:
         share = (fsdp - 1) / fsdp
-        turns = candidate.accumulation * (2 + (_PASSES[candidate.remat] > 0))
+        turns = 2 * candidate.accumulation  # forward, and once more for the backward pass
         moved += weights * share * turns
         if not training.adapts:
             moved += 2 * weights * share * candidate.accumulation
@@ -298,5 +334,4 @@ def _link_times(training: Training, candidate: Candidate, products: float) -> di
         sums = 2 * training.shape.num_layers * (2 + _PASSES[candidate.remat])
         moved = sums * tokens * training.shape.hidden * training.item * 2 * (tensor - 1) / tensor
         found["links: activations"] = moved / rate
-    del products
     return found

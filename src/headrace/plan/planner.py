@@ -169,6 +169,17 @@ class Plan:
         return None if rate is None else rate / (self.real_tokens_per_second * 3600) * 1e6
 
     @property
+    def time_key(self) -> float:
+        """Seconds a real token: orders plans by time also when the dataset is unknown."""
+        return 1.0 / self.real_tokens_per_second
+
+    @property
+    def money_key(self) -> float:
+        """Dollars a million real tokens; infinite where no price is known."""
+        found = self.usd_per_million()
+        return math.inf if found is None else found
+
+    @property
     def bound(self) -> str:
         """What the step mostly waits for."""
         if not self.timed or self.report is None:

@@ -65,7 +65,7 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A whole model. Sizes are numbers of parameters."""
+    """A whole model. Sizes are numbers of parameters. period: layers after which kinds repeat."""
 
     name: str
     model_type: str
@@ -77,6 +77,7 @@ class ModelShape:
     max_positions: int
     extra_embeddings: int
     dtype: str
+    period: int = 1
     notes: tuple[str, ...] = ()
 
     @property
@@ -193,6 +194,7 @@ def model_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
         max_positions=positions,
         extra_embeddings=(positions + types) * hidden if learned else 0,
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "float32"),
+        period=_period(_layer_types(text, model_type, layers)),
         notes=_unusual(text),
     )
 
@@ -233,6 +235,14 @@ def _layer_types(text: Mapping[str, Any], model_type: str, layers: int) -> list[
     if not every:
         return ["sliding_attention"] * layers
     return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+
+
+def _period(types: Sequence[str]) -> int:
+    """The shortest stretch of layers that repeats from the start; 1 when none does."""
+    for size in range(1, len(types) // 2 + 1):
+        if all(kind == types[i % size] for i, kind in enumerate(types)):
+            return size
+    return 1
 
 
 def _layer(
