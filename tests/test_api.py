@@ -16,11 +16,14 @@ def test_public_names() -> None:
         "CompiledStep",
         "DPOConfig",
         "DPOTrainer",
+        "Engine",
+        "EngineOptions",
         "JaxModule",
         "RewardConfig",
         "RewardTrainer",
         "SFTConfig",
         "SFTTrainer",
+        "SamplingParams",
         "TrainConfig",
         "Trainer",
         "__version__",
@@ -42,7 +45,7 @@ def test_import_loads_no_framework() -> None:
 def test_bridge_and_kernels_know_no_other_room() -> None:
     code = (
         "import sys, headrace.bridge, headrace.kernels;"
-        "rooms = ('train', 'data', 'config', 'evaluate', 'weights', 'cli');"
+        "rooms = ('train', 'data', 'config', 'evaluate', 'weights', 'serve', 'cli');"
         "print([m for m in sys.modules if m.split('.')[:1] == ['headrace']"
         " and m.split('.')[1:2] and m.split('.')[1] in rooms])"
     )

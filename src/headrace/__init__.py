@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from headrace.config import RewardConfig as RewardConfig
     from headrace.config import SFTConfig as SFTConfig
     from headrace.config import TrainConfig as TrainConfig
+    from headrace.serve import Engine as Engine
+    from headrace.serve import EngineOptions as EngineOptions
+    from headrace.serve import SamplingParams as SamplingParams
     from headrace.train import ClassificationTrainer as ClassificationTrainer
     from headrace.train import DPOTrainer as DPOTrainer
     from headrace.train import RewardTrainer as RewardTrainer
@@ -31,16 +34,19 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CheckReport": "headrace.bridge",
-    "CompiledStep": "headrace.bridge",
     "ClassificationConfig": "headrace.config",
     "ClassificationTrainer": "headrace.train",
-    "JaxModule": "headrace.bridge",
+    "CompiledStep": "headrace.bridge",
     "DPOConfig": "headrace.config",
     "DPOTrainer": "headrace.train",
+    "Engine": "headrace.serve",
+    "EngineOptions": "headrace.serve",
+    "JaxModule": "headrace.bridge",
     "RewardConfig": "headrace.config",
     "RewardTrainer": "headrace.train",
     "SFTConfig": "headrace.config",
     "SFTTrainer": "headrace.train",
+    "SamplingParams": "headrace.serve",
     "TrainConfig": "headrace.config",
     "Trainer": "headrace.train",
     "check": "headrace.bridge",
@@ -55,11 +61,14 @@ __all__ = [
     "CompiledStep",
     "DPOConfig",
     "DPOTrainer",
+    "Engine",
+    "EngineOptions",
     "JaxModule",
     "RewardConfig",
     "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
+    "SamplingParams",
     "TrainConfig",
     "Trainer",
     "__version__",

@@ -171,7 +171,7 @@ class Programs:
     def _empty_stacks(self) -> Stacks:
         if not self.shapes.max_loras:
             return {}
-        kinds = [p.dtype for p in self.model.params.values() if jnp.issubdtype(p.dtype, "floating")]
+        kinds = [p.dtype for p in self.model.params.values() if jnp.issubdtype(p.dtype, jnp.floating)]
         dtype = kinds[0] if kinds else jnp.float32
         return empty_stacks(
             self.model.targets,

@@ -1,0 +1,126 @@
+"""Paged attention against dense attention over each sequence alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from headrace.kernels.attention import attention
+from headrace.kernels.paged import PagedRows, PagedShape, empty_pages, paged_attention
+
+N, K, H, SIZE, BLOCK, PAGES_A_ROW = 4, 2, 8, 4, 8, 40
+
+
+def _reference(q: Any, k: Any, v: Any, **options: Any) -> np.ndarray:
+    """[T, heads, H] of one sequence through the reference form."""
+    swap = lambda x: jnp.asarray(x).swapaxes(0, 1)[None]  # noqa: E731
+    out = attention(swap(q), swap(k), swap(v), causal=True, implementation="dense", **options)
+    return np.asarray(out[0].swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 5}, {"softcap": 3.0}, {"window": 130}, {"sinks": True}],
+    ids=["plain", "window", "softcap", "wide", "sinks"],
+)
+def test_a_ragged_step_equals_every_sequence_alone(options: dict[str, Any], layer: int) -> None:
+    """Two decode rows, an empty one, a prompt over two blocks with padding; shuffled pages."""
+    rng = np.random.default_rng(0)
+    lengths = {"a": 151, "b": 6, "prompt": 20}
+    done = {"a": 150, "b": 5, "prompt": 7}  # tokens that earlier steps wrote
+    data = {
+        name: [rng.standard_normal((n, heads, H)).astype(np.float32) for heads in (N, K, K)]
+        for name, n in lengths.items()
+    }
+    free = list(rng.permutation(np.arange(1, 60)))
+    tables = {
+        name: np.array([free.pop() for _ in range(-(-n // SIZE))], np.int32)
+        for name, n in lengths.items()
+    }
+    shape = PagedShape(
+        layers=2,
+        num_pages=60,
+        page_size=SIZE,
+        num_kv_heads=K,
+        key_size=H,
+        value_size=H,
+        dtype=jnp.dtype("float32"),
+    )
+    keys, values = (np.array(x) for x in empty_pages(shape, "gather"))
+    for name, count in done.items():
+        for i in range(count):
+            page, at = tables[name][i // SIZE] + layer * 60, i % SIZE
+            keys[page, :, at], values[page, :, at] = data[name][1][i], data[name][2][i]
+    order = [("a", 150), ("b", 5), (None, -1)]
+    order += [("prompt", i) for i in range(7, 20)] + [(None, -1)] * 3
+    positions = np.array([i for _, i in order], np.int32)
+    slots = np.array(
+        [0 if n is None else tables[n][i // SIZE] * SIZE + i % SIZE for n, i in order], np.int32
+    )
+    rows = np.zeros((5, PAGES_A_ROW), np.int32)
+    for r, name in enumerate(["a", "b", None, "prompt", "prompt"]):
+        if name is not None:
+            rows[r, : len(tables[name])] = tables[name]
+    token = [
+        np.stack([data[n][part][i] if n else np.zeros_like(data["a"][part][0]) for n, i in order])
+        for part in range(3)
+    ]
+    sinks = jnp.asarray(rng.standard_normal(N), jnp.float32) if options.pop("sinks", 0) else None
+    out, (new_keys, _) = jax.jit(
+        lambda pages, q, k, v: paged_attention(
+            pages,
+            q,
+            k,
+            v,
+            PagedRows(
+                positions_T=jnp.asarray(positions),
+                slots_T=jnp.asarray(slots),
+                tables_RM=jnp.asarray(rows),
+                num_decode=3,
+                block=BLOCK,
+            ),
+            scale=0.3,
+            sinks_N=sinks,
+            first_page=layer * 60,
+            **options,
+        )
+    )((keys, values), *token)
+    for i, (name, position) in enumerate(order):
+        if name is None:
+            assert np.all(np.asarray(out)[i] == 0)
+            continue
+        want = _reference(*data[name], scale=0.3, sinks=sinks, **options)[position]
+        np.testing.assert_allclose(np.asarray(out)[i], want, rtol=2e-5, atol=2e-6)
+    other = np.asarray(new_keys)[(1 - layer) * 60 + 1 : (1 - layer) * 60 + 60]
+    assert np.all(other == 0), "another layer's pages were written"
+
+
+def test_shared_keys_are_read_and_not_written() -> None:
+    shape = PagedShape(
+        layers=1,
+        num_pages=3,
+        page_size=SIZE,
+        num_kv_heads=K,
+        key_size=H,
+        value_size=H,
+        dtype=jnp.dtype("float32"),
+    )
+    pages = empty_pages(shape, "gather")
+    rows = PagedRows(
+        positions_T=jnp.array([0]),
+        slots_T=jnp.array([SIZE]),
+        tables_RM=jnp.array([[1]]),
+        num_decode=1,
+        block=BLOCK,
+    )
+    q, k, v = (jnp.ones((1, heads, H)) for heads in (N, K, K))
+    first, pages = paged_attention(pages, q, k, 2 * v, rows, scale=1.0)
+    second, after = paged_attention(pages, q, None, None, rows, scale=1.0)
+    np.testing.assert_allclose(first, 2.0)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(pages[0], after[0])
