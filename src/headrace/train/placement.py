@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +25,8 @@ from headrace.sharding import MeshConfig, ParamPlan, make_mesh, make_partition, 
 from headrace.sharding.place import check_batch, put_batch, row_shares
 from headrace.train.abstract import keep_layout, state_shardings
 from headrace.train.optimizers import Optimizer
-from headrace.train.state import Params, TrainState, create_state
+from headrace.train.state import Params, TrainState, compute_dtypes, create_state
+from headrace.weights import load_stored, open_stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +99,39 @@ class Placement:
 
     # -- arrays ----------------------------------------------------------------------------------
 
-    def params(self, module: JaxModule) -> Params:
-        """The torch module's parameters; on a mesh each device is given its own part only."""
+    def params(self, module: JaxModule, folder: Path | None = None) -> Params:
+        """The torch module's parameters; on a mesh each device is given its own part only.
+
+        folder: where parameters on the meta device are read from; trained ones as float32.
+        """
         if self.mesh is None:
             return module.params()
         tensors = dict(module.module.named_parameters(remove_duplicate=False))
-        return {
-            key: self.put(key, _stacked_reader(module.layout, key, tensors))
-            for key in module.layout.keys
-        }
+        keys = module.layout.keys
+        absent = {k: names for k, names in keys.items() if tensors[names[0]].is_meta}
+        found: Params = {}
+        if absent:
+            assert folder is not None, "weights on the meta device come from a folder"
+            stream = open_stream(folder, module.module)
+            stream.check()
+            shardings = {key: NamedSharding(self.mesh, self.plans[key].spec) for key in absent}
+            dtypes = {
+                key: np.dtype(np.float32) if self.plans[key].trainable else self.plans[key].dtype
+                for key in absent
+            }
+            found = load_stored(stream, absent, shardings, dtypes)
+        for key in keys:
+            if key not in absent:
+                found[key] = self.put(key, _stacked_reader(module.layout, key, tensors))
+        return {key: found[key] for key in keys}
+
+    def compute_dtypes(
+        self, params: Mapping[str, Array], trainable: Iterable[str]
+    ) -> dict[str, jnp.dtype]:
+        """The model's own dtype of each trainable key, whatever its master was loaded as."""
+        if self.mesh is None:
+            return compute_dtypes(params, trainable)
+        return {key: self.plans[key].dtype for key in trainable}
 
     def put(self, key: str, read: Callable[[Any], np.ndarray]) -> Array:
         """A stored parameter from a function that gives any part of it (an index -> values)."""

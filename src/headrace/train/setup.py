@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,7 +36,8 @@ from headrace.train.optimizers import Optimizer, decay_keys, decay_parameter_nam
 from headrace.train.placement import Placement, host_value
 from headrace.train.preference import REFERENCE
 from headrace.train.schedules import Schedule, make_schedule
-from headrace.train.state import Params, TrainState, compute_dtypes
+from headrace.train.state import Params, TrainState
+from headrace.train.streaming import can_stream, start_adapter, structure
 
 # Settings that say what is computed; a checkpoint of a run where one differs is refused.
 _IDENTITY = (
@@ -117,7 +119,10 @@ def build_run(
     torch.manual_seed(config.seed)  # new heads and adapters start the same in every run
     torch_model: Any = model
     notes: list[str] = []
-    if model is None:
+    folder: Path | None = None
+    if model is None and can_stream(config, objective, placement):
+        torch_model, folder = structure(config, objective)
+    elif model is None:
         torch_model, notes = objective.load_model(config, data.labels)
     objective.check_model(torch_model, data.labels)
     _check_vocabulary(torch_model, data.train.rows)
@@ -126,6 +131,7 @@ def build_run(
     wanted = adapter_config or peft_config(config)
     if wanted is not None:
         torch_model, report = apply_lora(torch_model, wanted, task_type=objective.task_type)
+        start_adapter(torch_model)
     # PEFT's wrapper only forwards, through **kwargs that hide the inputs' names: capture what it
     # holds, the base model with LoRA layers in it.
     core = torch_model.get_base_model() if isinstance(torch_model, PeftModel) else torch_model
@@ -136,7 +142,7 @@ def build_run(
     module = to_jax(core, _example_inputs(data.train.rows, objective))
     placement, module = placement.planned(module, config.sharding_overrides)
     run, state = _assemble(
-        config, objective, data, torch_model, report, tokenizer, module, masters, placement
+        config, objective, data, torch_model, report, tokenizer, module, masters, placement, folder
     )
     return replace(run, notes=(*notes, *placement.notes)), state
 
@@ -151,6 +157,7 @@ def _assemble(
     module: JaxModule,
     masters: Mapping[str, np.ndarray],
     placement: Placement,
+    folder: Path | None,
 ) -> tuple[Run, TrainState]:
     layout = module.layout
     loader = data.train_loader(config, num_devices=placement.rows, process=placement.process)
@@ -172,8 +179,8 @@ def _assemble(
     )
     if config.ema_decay is not None:
         optimizer = with_average(optimizer, config.ema_decay)
-    params = placement.params(module)
-    dtypes = compute_dtypes(params, layout.trainable)
+    params = placement.params(module, folder)
+    dtypes = placement.compute_dtypes(params, layout.trainable)
     params |= _stored_masters(module, masters, placement)
     reference = objective.reference_values(
         layout.keys, {key: params[key].astype(dtypes[key]) for key in layout.trainable},
@@ -304,7 +311,8 @@ def _cast_model(model: Any, config: TrainConfig) -> dict[str, np.ndarray]:
     masters = {
         name: parameter.detach().float().numpy().copy()
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype == torch.float32 != dtype
+        if parameter.requires_grad and not parameter.is_meta
+        if parameter.dtype == torch.float32 != dtype
     }
     model.to(dtype)
     return masters

@@ -92,7 +92,7 @@ class WeightStream:
         model: Any = self.model
         first = source.collected[0][0]
         made = converter.convert(first, model=model, config=model.config)
-        value = made[name]
+        value = made[_clean(name)]
         value = value[0] if isinstance(value, list) else value
         wanted = tuple(dict(model.named_parameters(remove_duplicate=False))[name].shape)
         if tuple(value.shape) != wanted:
@@ -113,7 +113,9 @@ def open_stream(folder: str | Path, model: nn.Module) -> WeightStream:
 
     entries = find_weights(folder)
     hf: Any = model
-    parameters = {_clean(n): n for n, _ in model.named_parameters(remove_duplicate=False)}
+    parameters: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        parameters.setdefault(_clean(name), []).append(name)
     buffers = {_clean(n): n for n, _ in model.named_buffers(remove_duplicate=False)}
     state = dict.fromkeys((*parameters, *buffers), True)
     mapping = get_model_conversion_mapping(hf)
@@ -134,7 +136,8 @@ def open_stream(folder: str | Path, model: nn.Module) -> WeightStream:
         elif pattern is not None:
             collected.setdefault(renamed, []).append((renamed, original, pattern))
         elif renamed in parameters:
-            sources[parameters[renamed]] = Source(entries=(entries[original],))
+            source = Source(entries=(entries[original],))
+            sources |= dict.fromkeys(parameters[renamed], source)
     for items in collected.values():
         converter = by_pattern[items[0][2]]
         source = Source(
@@ -155,12 +158,12 @@ def open_stream(folder: str | Path, model: nn.Module) -> WeightStream:
 
 
 def _targets(
-    converter: Any, item: tuple[str, str, str], parameters: Mapping[str, str]
+    converter: Any, item: tuple[str, str, str], parameters: Mapping[str, list[str]]
 ) -> list[str]:
     """Every parameter that a converter makes: the first by name, the others by its patterns."""
     first, patterns = item[0], converter.target_patterns
     names = [first.replace(patterns[0], pattern) for pattern in patterns]
-    return [parameters[name] for name in names if name in parameters]
+    return [own for name in names for own in parameters.get(name, ())]
 
 
 def _compare(model: nn.Module, sources: dict[str, Source]) -> tuple[list[str], list[str]]:
