@@ -26,22 +26,29 @@ from transformers.masking_utils import AttentionMaskInterface
 
 
 class _Name(str):
-    """The name of our attention, which equals "sdpa" too.
+    """A name of our attention, which equals that of the implementation it takes the place of.
 
     A model that asks `_attn_implementation in ("eager", "sdpa")` wants to know whether it must put
-    its sparse selection into the mask; ours takes masks as sdpa does. Look-ups go by hash.
+    its sparse selection into the mask, and of which kind the mask is. Look-ups go by hash.
     """
 
+    stands_for = "sdpa"
     __hash__ = str.__hash__
 
     def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other) is True or "sdpa".__eq__(other) is True
+        return str.__eq__(self, other) is True or self.stands_for.__eq__(other) is True
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
 
+class _AdditiveName(_Name):
+    stands_for = "eager"
+
+
 NAME = _Name("headrace")
+# For models written for additive masks (no support of sdpa): they add to the mask and extend it.
+ADDITIVE_NAME = _AdditiveName("headrace_additive")
 
 
 @torch.library.custom_op("headrace::mask", mutates_args=())
@@ -243,6 +250,20 @@ def _mask(
     )
 
 
+def _additive_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor | None:
+    """As `_mask`, with 0 where a query may attend and the least number elsewhere.
+
+    The pattern stays with the tensor, for attention that gets it unchanged.
+    """
+    mask = _mask(*args, dtype=dtype, **kwargs)
+    if mask is None:
+        return None
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    additive = torch.where(mask, zero, torch.finfo(dtype).min)
+    additive._headrace_mask = mask  # pyright: ignore[reportAttributeAccessIssue]
+    return additive
+
+
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -260,6 +281,7 @@ def _attention(
     """transformers' attention interface; returns [B, T, N, H] as it asks for."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    attention_mask = getattr(attention_mask, "_headrace_mask", attention_mask)
     causal = bool(is_causal) and attention_mask is None
     out = attention_op(
         query,
@@ -279,6 +301,8 @@ def _attention(
 
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
+AttentionInterface.register(ADDITIVE_NAME, _attention)
+AttentionMaskInterface.register(ADDITIVE_NAME, _additive_mask)
 
 
 def _supported(model: PreTrainedModel) -> bool:
@@ -352,9 +376,10 @@ def _configs(models: list[PreTrainedModel]) -> list[Any]:
 
 
 def _switch(model: PreTrainedModel) -> None:
-    model.config._attn_implementation_internal = NAME  # pyright: ignore[reportPrivateUsage]
+    name = NAME if getattr(model, "_supports_sdpa", False) else ADDITIVE_NAME
+    model.config._attn_implementation_internal = name  # pyright: ignore[reportPrivateUsage]
     for config in _configs([model]):
-        config._attn_implementation_internal = NAME
+        config._attn_implementation_internal = name
 
 
 def _static_experts(model: PreTrainedModel) -> None:
