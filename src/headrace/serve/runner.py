@@ -326,6 +326,8 @@ class Runner:
             self.stats.cached_tokens += sequence.num_cached
         self.scheduler.advance(sequence, chunk.count)
         self._computed[sequence.slot] = sequence.computed
+        # A prompt of which one token is left goes on as if it decoded that token.
+        self._last[sequence.slot] = sequence.tokens[-1]
 
     def _append(
         self,
