@@ -34,6 +34,9 @@ def train(
     show_settings(resolved)
     if dry_run:
         return
+    from headrace.plan.guard import check_fits
+
+    check_fits(resolved.config)
     from headrace.train.trainer import Trainer
 
     Trainer(args=resolved.config).train()

@@ -54,3 +54,8 @@ def flag_sets(chip: str, num_devices: int) -> tuple[str, ...]:
     if num_devices == 1:
         return ("default",)
     return ("default", "overlap", "overlap-vmem") if vmem else ("default", "overlap")
+
+
+def compiler_options(name: str, platform: str) -> Options:
+    """The options of a set; none on platforms whose compiler does not know them."""
+    return FLAG_SETS[name] if platform == "tpu" else {}

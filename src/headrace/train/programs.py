@@ -16,6 +16,7 @@ import numpy as np
 from headrace.bridge.lower import RematPolicy
 from headrace.data.loader import Loader
 from headrace.errors import TrainingError
+from headrace.train.compiler_flags import compiler_options
 from headrace.train.losses import Loss
 from headrace.train.setup import Run
 from headrace.train.shapes import CompiledFunction, CompileEvent
@@ -65,6 +66,7 @@ class Programs:
             donate=(0,),
             on_compile=self._on_compile,
             expected_shapes=len(run.train_loader.shapes),
+            compiler_options=compiler_options(run.config.compiler_flags, jax.default_backend()),
         )
 
     def prepare_largest(self, state: TrainState) -> None:

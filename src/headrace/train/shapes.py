@@ -10,7 +10,7 @@ Knows: shapes, jit, AOT compilation. Does not know: what the function computes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,8 @@ class CompiledFunction:
     """`function`, compiled once for each shape of the argument at `batch_position`.
 
     expected_shapes: how many shapes are planned; a compilation beyond it is reported as unplanned.
-    on_compile is called with each CompileEvent. compile_seconds adds them up.
+    compiler_options: XLA's, for every compilation. on_compile is called with each CompileEvent.
+    compile_seconds adds them up.
     """
 
     function: Callable[..., Any]
@@ -121,6 +122,7 @@ class CompiledFunction:
     donate: tuple[int, ...] = ()
     on_compile: Callable[[CompileEvent], None] = lambda event: None
     expected_shapes: int | None = None
+    compiler_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     events: list[CompileEvent] = field(default_factory=list)
     _programs: dict[Signature, Any] = field(default_factory=dict)
 
@@ -135,7 +137,8 @@ class CompiledFunction:
             return None
         start = time.perf_counter()
         jitted = jax.jit(self.function, donate_argnums=self.donate)
-        compiled = jitted.lower(*args).compile()
+        options = dict(self.compiler_options) or None
+        compiled = jitted.lower(*args).compile(compiler_options=options)
         planned = self.expected_shapes
         event = CompileEvent(
             name=self.name,
