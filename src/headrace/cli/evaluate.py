@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,6 +31,14 @@ def evaluate(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", help="Longest answer of a shown row.", min=1)
     ] = 128,
+    tasks: Annotated[
+        str | None,
+        typer.Option("--tasks", help="Tasks of lm-evaluation-harness, in place of the data."),
+    ] = None,
+    include_path: Annotated[
+        str | None, typer.Option("--include-path", help="Folder with further task files.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="Rows of each task.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Evaluate what a recipe trained: headrace eval config.yaml --samples 3
@@ -38,15 +46,30 @@ def evaluate(
     Takes the recipe of the training run and the same --name value flags, and evaluates the model
     or adapter in its output_dir on its evaluation rows.
     """
-    from headrace.evaluate import evaluate as run
-
     config = read_settings(context.args).config
     chosen = _which(config, model, base=base)
+    _check_task(config, tasks)
+    if tasks is not None:
+        _show_tasks(chosen, _run_tasks(config, chosen, tasks, include_path, limit), as_json)
+        return
+    from headrace.evaluate import evaluate as run
+
     report = run(config, model=chosen, num_samples=samples, max_new_tokens=max_new_tokens)
     if as_json:
         typer.echo(json.dumps({"model": chosen, "rows": report.num_rows, **report.metrics}))
     else:
         _show(chosen, report)
+
+
+def _check_task(config: TrainConfig, tasks: str | None) -> None:
+    from headrace.errors import ConfigError
+
+    scored = ("causal", "sequence-classification")
+    if config.task not in (*scored, "preference") or (config.task == "preference" and not tasks):
+        raise ConfigError(
+            f"task {config.task} is not scored here, only {' and '.join(scored)}. Its metrics come "
+            "with training: set eval_strategy, or call trainer.evaluate() in Python"
+        )
 
 
 def _which(config: TrainConfig, model: str | None, *, base: bool) -> str:
@@ -67,6 +90,51 @@ def _which(config: TrainConfig, model: str | None, *, base: bool) -> str:
             "--model, or evaluate the base with --base"
         )
     return str(chosen)
+
+
+def _run_tasks(
+    config: TrainConfig, model: str, tasks: str, include_path: str | None, limit: int | None
+) -> dict[str, Any]:
+    """The harness's results; ConfigError when it is not installed or knows a task not."""
+    from headrace.errors import ConfigError
+
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+
+        from headrace.evaluate.harness import HarnessModel
+    except ImportError as error:
+        raise ConfigError(
+            f"--tasks needs lm-evaluation-harness ({error}); pip install lm_eval"
+        ) from error
+    from headrace.evaluate.model import load_eval_model
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    manager = TaskManager(include_path=include_path)
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown or not names:
+        raise ConfigError(
+            f"--tasks {tasks}: lm-evaluation-harness does not know {', '.join(unknown) or 'it'}. "
+            "`lm-eval ls tasks` lists those it knows; --include-path adds a folder"
+        )
+    loaded = load_eval_model(model, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
+    adapter = HarnessModel(loaded, batch_size=config.per_device_eval_batch_size)
+    harness: Any = lm_eval
+    found: Any = harness.simple_evaluate(
+        model=adapter, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=0
+    )
+    return dict(found["results"])
+
+
+def _show_tasks(name: str, results: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"model": name, "tasks": results}, default=str))
+        return
+    typer.echo(name)
+    for task, values in results.items():
+        for metric, value in values.items():
+            if isinstance(value, float):
+                typer.echo(f"  {task:<20} {metric.removesuffix(',none'):<20} {value:.4f}")
 
 
 def _show(name: str, report: EvalReport) -> None:

@@ -47,6 +47,11 @@ class DataReport:
         """Trained tokens of all that are kept; 1 for classification."""
         return 1.0 if self.supervised is None else self.supervised / max(1, self.tokens_after)
 
+    def _lossless(self) -> str:
+        if max(self.lengths) <= self.max_length:
+            return "no example is longer"
+        return f"{self.lossless_max_length:,} would lose nothing"
+
     def lines(self) -> list[tuple[str, str]]:
         """(subject, text) pairs, as printed."""
         cut = f"{self.rows_cut:,} cut, {self.rows_dropped:,} dropped"
@@ -67,7 +72,7 @@ class DataReport:
                     f"{p} % <= {n:,}" for p, n in zip(PERCENTILES, self.lengths, strict=True)
                 ),
             ),
-            ("max_length", f"{self.max_length:,}; {self.lossless_max_length:,} would lose nothing"),
+            ("max_length", f"{self.max_length:,}; {self._lossless()}"),
         ]
         return rows + [("note", note) for note in self.notes]
 

@@ -44,7 +44,7 @@ def score_causal(model: EvalModel, batches: Iterable[Mapping[str, np.ndarray]]) 
 
     Compiles once for each batch shape.
     """
-    step = jax.jit(lambda params, buffers, batch: _causal_step(model, params, buffers, batch))
+    step = jax.jit(lambda params, buffers, batch: causal_step(model, params, buffers, batch))
     loss, tokens, correct = 0.0, 0, 0
     exact: list[np.ndarray] = []
     for batch in batches:
@@ -56,7 +56,7 @@ def score_causal(model: EvalModel, batches: Iterable[Mapping[str, np.ndarray]]) 
     return CausalScores(loss_sum=loss, num_tokens=tokens, num_correct=correct, exact=found)
 
 
-def _causal_step(
+def causal_step(
     model: EvalModel, params: Any, buffers: Any, batch: Mapping[str, Array]
 ) -> tuple[Array, Array, Array]:
     """By row: summed loss, supervised tokens, those whose arg-max is right."""
