@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from headrace.cli import chat, doctor, evaluate, generate, merge, plan, serve, shard, train
+from headrace.cli import chat, check, doctor, evaluate, generate, merge, plan, serve, shard, train
 from headrace.cli.huge_pages import restart_with_huge_pages
 from headrace.errors import HeadraceError
 
@@ -62,6 +62,7 @@ app.command("serve")(serve.serve)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("plan", context_settings=ANY_FIELD)(plan.plan)
+app.command("check")(check.check)
 app.command("doctor")(doctor.doctor)
 
 
