@@ -7,8 +7,12 @@ Shapes: N = evaluated rows, C = classes.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -86,7 +90,41 @@ def load_pretrained(
 ) -> tuple[Any, Mapping[str, Any]]:
     """from_pretrained and its loading report; ConfigError says what a name lacks."""
     name = str(config.model_name_or_path)
-    return auto.from_pretrained(name, output_loading_info=True, **options, **_load_options(config))
+    with explained(name, "model_name_or_path", "model"):
+        return auto.from_pretrained(
+            name, output_loading_info=True, **options, **_load_options(config)
+        )
+
+
+@contextmanager
+def explained(name: str, setting: str, what: str) -> Generator[None, None, None]:
+    """transformers' many errors of loading, as one ConfigError that says what to look at."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(_not_loaded(name, setting, what, error)) from error
+
+
+def _not_loaded(name: str, setting: str, what: str, error: Exception) -> str:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    place = Path(name).expanduser()
+    given = f"{setting} {name}"
+    if place.is_dir():
+        files = ", ".join(sorted(file.name for file in place.iterdir())[:8]) or "nothing"
+        return f"{given}: the folder holds no {what} that can be loaded ({reason}). It has {files}."
+    if place.exists():
+        return f"{given} is a file; give the folder of the {what}, or a hub id."
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        near = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
+        close = difflib.get_close_matches(place.name, near, n=1)
+        hint = f" Did you mean {place.parent / close[0]}?" if close else ""
+        return f"{given}: there is no such folder.{hint}"
+    offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
+    network = " The hub is switched off (HF_HUB_OFFLINE)." if offline else ""
+    return (
+        f"{given}: no folder of that name is here, and as a hub id it failed: {reason}{network} "
+        "Look at the spelling, log in for gated models, or give a folder."
+    )
 
 
 def _new_weights(info: Mapping[str, Any], seed: int) -> list[str]:

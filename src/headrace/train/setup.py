@@ -31,7 +31,7 @@ from headrace.train.averaging import with_average
 from headrace.train.lora import AdapterReport, apply_lora
 from headrace.train.losses import Loss
 from headrace.train.noise import add_embedding_noise
-from headrace.train.objectives import Objective, make_objective
+from headrace.train.objectives import Objective, explained, make_objective
 from headrace.train.optimizers import Optimizer, decay_keys, decay_parameter_names, make_optimizer
 from headrace.train.placement import Placement, host_value
 from headrace.train.preference import REFERENCE
@@ -256,9 +256,11 @@ def load_processing_class(config: TrainConfig, given: Any, model: Any) -> Any:
         )
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(
-        name, revision=config.model_revision, trust_remote_code=config.trust_remote_code
-    )
+    setting = "processing_class" if given or config.processing_class else "model_name_or_path"
+    with explained(str(name), setting, "tokenizer"):
+        return AutoTokenizer.from_pretrained(
+            name, revision=config.model_revision, trust_remote_code=config.trust_remote_code
+        )
 
 
 def _max_positions(config: TrainConfig, model: Any) -> int | None:
@@ -268,11 +270,12 @@ def _max_positions(config: TrainConfig, model: Any) -> int | None:
             raise ConfigError("no model: set model_name_or_path, or pass model.")
         from transformers import AutoConfig
 
-        found = AutoConfig.from_pretrained(
-            config.model_name_or_path,
-            revision=config.model_revision,
-            trust_remote_code=config.trust_remote_code,
-        )
+        with explained(config.model_name_or_path, "model_name_or_path", "model"):
+            found = AutoConfig.from_pretrained(
+                config.model_name_or_path,
+                revision=config.model_revision,
+                trust_remote_code=config.trust_remote_code,
+            )
     text = found.get_text_config() if hasattr(found, "get_text_config") else found
     return getattr(text, "max_position_embeddings", None)
 
