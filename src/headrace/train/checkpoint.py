@@ -28,10 +28,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from safetensors import safe_open
 
 from headrace.errors import CheckpointError
-from headrace.train.durable import flush, sha256, write_arrays
+from headrace.train.durable import flush, sha256, write_arrays, written_order
+from headrace.train.placement import OnHost
+from headrace.train.placement import like as place_like
+from headrace.train.processes import is_first, wait_for_all
 from headrace.train.state import TrainState
 
 FORMAT = 1
@@ -85,6 +89,10 @@ def save_checkpoint(
     """
     root = Path(directory)
     final, making = root / f"checkpoint-{step}", root / f".checkpoint-{step}.tmp"
+    if not is_first():
+        _help_to_write(state, making, write_model)
+        wait_for_all(f"saved {step}")
+        return final
     try:
         root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(making, ignore_errors=True)
@@ -97,7 +105,19 @@ def save_checkpoint(
     except BaseException:  # Ctrl-C included: leave no half-written folder, then pass it on
         shutil.rmtree(making, ignore_errors=True)
         raise
+    wait_for_all(f"saved {step}")
     return final
+
+
+def _help_to_write(
+    state: TrainState, making: Path, write_model: Callable[[Path], None] | None
+) -> None:
+    """What another process does while the first writes: give its parts, in the same order."""
+    leaves = _leaves(state)
+    for name in written_order(leaves):
+        np.asarray(leaves[name])
+    if write_model is not None:
+        write_model(making)
 
 
 def _write_contents(
@@ -140,7 +160,7 @@ def _write_failure(error: OSError, root: Path, step: int, state: TrainState) -> 
     last = f"The last good checkpoint is {kept[-1]}." if kept else "No checkpoint was saved before."
     if error.errno != errno.ENOSPC:
         return f"checkpoint-{step} could not be written to {root}: {error}. {last}"
-    need = sum(leaf.nbytes for leaf in jax.tree.leaves(_leaves(state)))
+    need = sum(leaf.nbytes for leaf in _leaves(state).values())
     free = shutil.disk_usage(root).free
     return (
         f"checkpoint-{step} could not be written: the disk of {root} is full. The training state "
@@ -154,7 +174,7 @@ def rotate(
 ) -> list[Path]:
     """Delete the oldest checkpoints beyond `limit`, never the newest nor one in `protect`."""
     found = list_checkpoints(directory)
-    if limit is None or len(found) <= limit:
+    if limit is None or len(found) <= limit or not is_first():
         return []
     safe = {found[-1].name, *(path.name for path in protect)}
     removable = [path for path in found if path.name not in safe]
@@ -249,6 +269,17 @@ def _leaves(state: TrainState) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): (
+            OnHost(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+        )
+        for path, leaf in leaves
+    }
+
+
+def _placed_leaves(state: TrainState) -> dict[str, Any]:
+    """Tree path -> array on its devices, keys as their raw data."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
             jax.random.key_data(leaf) if _is_key(leaf) else leaf
         )
         for path, leaf in leaves
@@ -261,6 +292,7 @@ def _is_key(leaf: Any) -> bool:
 
 def _read_state(folder: Path, template: TrainState) -> TrainState:
     wanted = _leaves(template)
+    placed = _placed_leaves(template)
     with safe_open(folder / STATE_FILE, framework="numpy") as file:
         names = set(file.keys())
         problems = [f"{n} is missing" for n in wanted if n not in names]
@@ -276,7 +308,7 @@ def _read_state(folder: Path, template: TrainState) -> TrainState:
                     f"this run needs {like.dtype}{list(like.shape)}"
                 )
             else:  # a copy: the step will donate it, and it must not point into the file's memory
-                arrays[name] = jnp.copy(jax.device_put(array, like.sharding))
+                arrays[name] = place_like(array, placed[name])
     if problems:
         shown = "\n".join(f"  {line}" for line in problems[:20])
         raise CheckpointError(f"{folder} does not fit this model ({len(problems)}):\n{shown}")

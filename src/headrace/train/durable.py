@@ -23,7 +23,7 @@ _DTYPES = {
 
 def write_arrays(path: Path, arrays: Mapping[str, Any]) -> str:
     """Write a safetensors file one array at a time; returns the SHA-256 of its bytes."""
-    ordered = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    ordered = written_order(arrays)
     header: dict[str, Any] = {}
     offset = 0
     for name in ordered:
@@ -43,6 +43,11 @@ def write_arrays(path: Path, arrays: Mapping[str, Any]) -> str:
             flat = np.ascontiguousarray(np.asarray(arrays[name])).reshape(-1)
             _put(file, digest, flat.view(np.uint8).data if flat.size else b"")
     return digest.hexdigest()
+
+
+def written_order(arrays: Mapping[str, Any]) -> list[str]:
+    """The order arrays are written in; processes that only help to fetch them follow it too."""
+    return sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
 
 
 def _put(file: BinaryIO, digest: Any, data: Any) -> None:

@@ -12,6 +12,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+import jax
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -27,7 +29,9 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            # With several processes JAX watches SIGTERM, so that all stop after the same step.
+            signals = _SIGNALS if jax.process_count() == 1 else (signal.SIGINT,)
+            for number in signals:
                 self._before[number] = signal.signal(number, self._remember)
         return self
 
@@ -50,6 +54,6 @@ class Interrupt:
 
         SIGTERM is how a preempted machine says goodbye; everything is saved, so nothing failed.
         """
-        if self.received == signal.SIGTERM:
+        if self.received in (signal.SIGTERM, None):  # None: another process was told to stop
             raise SystemExit(0)
         raise KeyboardInterrupt(message)

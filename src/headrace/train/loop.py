@@ -27,6 +27,7 @@ from headrace.train.display import Display
 from headrace.train.flops import utilisation
 from headrace.train.interrupt import Interrupt
 from headrace.train.metrics import JsonLog, LateMetrics, StepRecord, TrainClock, Window
+from headrace.train.processes import is_first, stop_is_due
 from headrace.train.programs import Programs
 from headrace.train.samples import Sample
 from headrace.train.saving import save_run
@@ -107,7 +108,7 @@ class TrainLoop:
                         self._fire("on_epoch_begin")
                     self._one_step(next(prefetched))
                     self._between_steps()
-                    if interrupt.received is not None:
+                    if stop_is_due(self.state.global_step, interrupt.received is not None):
                         self._leave(interrupt)
                     if self.control.should_training_stop:
                         break
@@ -228,7 +229,8 @@ class TrainLoop:
         if share is not None:
             logs["mfu"] = share
         self._record("train", at, logs)
-        self._display.log(at, logs)
+        if is_first():
+            self._display.log(at, logs)
 
     def _record(self, event: str, step: int, logs: dict[str, float]) -> None:
         """Into the history, the log file and the callbacks."""
@@ -347,7 +349,8 @@ class TrainLoop:
         interrupt.leave(message)
 
     def _say(self, text: str) -> None:
-        self._display.say(text)
+        if is_first():
+            self._display.say(text)
 
     def _fire(self, hook: str, **kwargs: Any) -> None:
         self.control = self.callbacks.fire(

@@ -216,6 +216,26 @@ def _stacked_reader(
     return read
 
 
+class OnHost:
+    """An array that is fetched to this host when it is read (np.asarray), and not before."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.shape, self.dtype, self.nbytes = array.shape, array.dtype, array.nbytes
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        del copy
+        value = host_value(self._array)
+        return value if dtype is None else value.astype(dtype)
+
+
+def like(array: np.ndarray, template: Array) -> Array:
+    """Values laid out as `template`, in memory of their own."""
+    if template.is_fully_addressable:
+        return jnp.copy(jax.device_put(array, template.sharding))
+    return jax.make_array_from_callback(array.shape, template.sharding, lambda index: array[index])
+
+
 def host_value(array: Any) -> np.ndarray:
     """An array's values on this host; parts on other hosts are fetched, so all must call it."""
     if isinstance(array, Array) and not array.is_fully_addressable:

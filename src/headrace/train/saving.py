@@ -21,6 +21,8 @@ from torch import nn
 
 from headrace.errors import TrainingError
 from headrace.train.lora import copy_into_module, load_back_adapter, save_adapter
+from headrace.train.placement import host_value
+from headrace.train.processes import is_first
 from headrace.train.setup import Run
 from headrace.train.state import TrainState, cast_params
 from headrace.train.streaming import host_memory, is_streamed, save_streamed
@@ -63,6 +65,9 @@ def save_run(run: Run, state: TrainState, path: str | Path) -> None:
         return
     arrays = run.module.layout.unstack(cast_params(state.trainable, run.dtypes))
     arrays |= run.module.buffer_layout.unstack(state.buffers)
+    arrays = {name: host_value(value) for name, value in arrays.items()}
+    if not is_first():
+        return
     copy_into_module(run.module.module, arrays)
     if isinstance(run.model, PeftModel):
         save_adapter(run.model, path)
@@ -78,6 +83,8 @@ def _save_streamed_model(run: Run, state: TrainState, path: Path) -> None:
     stored = {**state.trainable, **run.frozen}
     keys = run.module.layout.keys
     save_streamed(path, stored, keys, {key: plans[key].dtype for key in keys})
+    if not is_first():
+        return
     run.model.config.architectures = [type(run.model).__name__]
     run.model.config.save_pretrained(str(path))
     if getattr(run.model, "generation_config", None) is not None:
@@ -112,6 +119,10 @@ def load_back_run(run: Run, state: TrainState, path: str | Path, *, num_rows: in
     step = jax.jit(run.placement.eval_function(forward))
     logits = np.asarray(step(state.trainable, run.frozen, state.buffers), np.float32)
     real = slice(0, len(flat))
+    if not is_first():
+        return LoadBack(
+            max_difference=0.0, scale=0.0, rows=0, tolerance=0.0, skipped="done by process 0"
+        )
     inputs = {name: value[real] for name, value in inputs.items()}
     if is_streamed(run.model):
         return _load_back_streamed(run, Path(path), inputs, logits[real])

@@ -22,8 +22,9 @@ from torch import nn
 
 from headrace.config import TrainConfig
 from headrace.errors import ConfigError
-from headrace.train.durable import write_arrays
+from headrace.train.durable import write_arrays, written_order
 from headrace.train.placement import Placement, host_value
+from headrace.train.processes import is_first
 from headrace.weights import meta_model
 from headrace.weights.files import INDEX, SINGLE
 
@@ -110,8 +111,12 @@ def save_streamed(
         f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
     ]  # fmt: skip
     for file, group in zip(files, groups, strict=True):
-        write_arrays(folder / file, group)
-    if count > 1:
+        if is_first():
+            write_arrays(folder / file, group)
+        else:
+            for name in written_order(group):
+                np.asarray(group[name])
+    if count > 1 and is_first():
         total = sum(tensor.nbytes for tensor in tensors.values())
         places = {n: f for f, group in zip(files, groups, strict=True) for n in group}
         index = {"metadata": {"total_size": total}, "weight_map": places}

@@ -10,6 +10,7 @@ step.py computes, checkpoint.py and saving.py write, metrics.py and display.py s
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +39,7 @@ from headrace.train.evaluation import ComputeMetrics, evaluate
 from headrace.train.hub import push
 from headrace.train.loop import TrainLoop
 from headrace.train.metrics import JsonLog
+from headrace.train.processes import is_first, start_processes
 from headrace.train.programs import Programs
 from headrace.train.report import Story, write_report
 from headrace.train.samples import Sampler
@@ -83,7 +85,9 @@ class Trainer:
             "adapter_config": peft_config,
         }
         self.compute_metrics = compute_metrics
-        self.callbacks = Callbacks([*make_trackers(self.args), *_stopping(self.args), *callbacks])
+        start_processes()
+        trackers = make_trackers(self.args) if is_first() else []
+        self.callbacks = Callbacks([*trackers, *_stopping(self.args), *callbacks])
         self.control = TrainerControl()
         self.state = TrainerState()
         self._run: Run | None = None
@@ -159,7 +163,7 @@ class Trainer:
         resume = config.resume_from_checkpoint if resume_from_checkpoint is None else None
         restored = self._restored(resume_from_checkpoint or resume)
         self._display = display = Display(run.total_steps)
-        log = JsonLog(Path(config.output_dir) / "log.jsonl", append=restored is not None)
+        log = JsonLog(_log_path(config), append=restored is not None)
         try:
             self._start_state()
             loop = self._loop(display, log)
@@ -356,7 +360,7 @@ class Trainer:
             base=base_name(run.model, config.model_name_or_path),
             model=model_line(run).removeprefix("model").strip(),
             task=config.task,
-            given=config.as_given(),
+            given={k: v for k, v in config.as_given().items() if k not in _OF_THIS_MACHINE},
             reports=reports,
             lengths=run.data.train.rows.examples.lengths,
             history=self.state.log_history,
@@ -371,6 +375,8 @@ class Trainer:
         self._say(f"report   {folder / 'report.html'}")
 
     def _say(self, text: str) -> None:
+        if not is_first():
+            return
         (self._display or Display(0, quiet=True)).say(text)
 
     def _fire(self, hook: str) -> None:
@@ -416,9 +422,21 @@ def _stopping(config: TrainConfig) -> list[TrainerCallback]:
     return [EarlyStoppingCallback(config.early_stopping_patience, config.early_stopping_threshold)]
 
 
+# Paths and habits of one machine: no part of how a model was made.
+_OF_THIS_MACHINE = (
+    "output_dir", "compilation_cache_dir", "data_cache_dir", "resume_from_checkpoint",
+    "hub_model_id", "hub_private_repo", "push_to_hub", "report_to",
+)  # fmt: skip
+
+
 def _versions() -> dict[str, str]:
     names = ("headrace", "jax", "torch", "transformers", "peft")
     return {name: version(name) for name in names}
+
+
+def _log_path(config: TrainConfig) -> Path:
+    """log.jsonl; processes other than the first write none."""
+    return Path(config.output_dir) / "log.jsonl" if is_first() else Path(os.devnull)
 
 
 def _use_compilation_cache(config: TrainConfig) -> None:

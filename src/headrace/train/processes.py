@@ -1,0 +1,97 @@
+"""Several processes that train one run: how they find each other, who writes, how they stop.
+
+A launcher starts one process a host. Cloud TPU slices, SLURM, Open MPI and Kubernetes are detected
+by JAX; anything else sets three variables:
+
+    JAX_COORDINATOR_ADDRESS=host0:8476 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 headrace train ...
+
+Knows: jax.distributed. Does not know: runs, files' contents.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+
+from headrace.errors import ConfigError
+
+_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# What says that a launcher started several processes, and how many.
+_COUNTS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+
+
+def start_processes() -> bool:
+    """Join the other processes of the run, if there are any. Call before JAX is used.
+
+    Returns whether there are several. Raises ConfigError when the variables are incomplete or the
+    coordinator does not answer.
+    """
+    if jax.distributed.is_initialized():
+        return jax.process_count() > 1
+    given = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
+    if given and len(given) < len(_VARIABLES):
+        missing = ", ".join(name for name in _VARIABLES if name not in given)
+        raise ConfigError(
+            f"{', '.join(given)} is set, but {missing} is not; a run of several processes needs "
+            "all three in every process"
+        )
+    if not given and not _detected():
+        return False
+    options: dict[str, Any] = {}
+    if given:
+        numbers = {name: given[name] for name in _VARIABLES[1:]}
+        wrong = [f"{name}={value!r}" for name, value in numbers.items() if not value.isdigit()]
+        if wrong:
+            raise ConfigError(f"{', '.join(wrong)}: whole numbers are needed")
+        count, index = int(given["JAX_NUM_PROCESSES"]), int(given["JAX_PROCESS_ID"])
+        if not 0 <= index < count:
+            raise ConfigError(f"JAX_PROCESS_ID is {index} of {count} processes; the first is 0")
+        if count == 1:
+            return False
+        options = {
+            "coordinator_address": given["JAX_COORDINATOR_ADDRESS"],
+            "num_processes": count,
+            "process_id": index,
+        }
+    try:
+        jax.distributed.initialize(**options)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the processes of this run did not find each other ({error}). Is process 0 up and "
+            f"{given.get('JAX_COORDINATOR_ADDRESS', 'the coordinator')} reachable from here?"
+        ) from error
+    return jax.process_count() > 1
+
+
+def _detected() -> bool:
+    if any(int(os.environ.get(name) or 1) > 1 for name in _COUNTS):
+        return True
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    return len([host for host in hosts.split(",") if host]) > 1
+
+
+def is_first() -> bool:
+    """Whether this process writes files and speaks."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(name: str) -> None:
+    """Go on when every process is here."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
+def stop_is_due(step: int, received: bool) -> bool:
+    """Whether the run is to stop after this step: all processes give the same answer.
+
+    A SIGTERM to any host reaches all of them through JAX's coordination service.
+    """
+    if jax.process_count() == 1:
+        return received
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.reached_preemption_sync_point(step))
