@@ -37,6 +37,27 @@ def show_settings(resolved: ResolvedConfig) -> None:
         console.print(source, style="dim", markup=False)
 
 
+def show_everything(resolved: ResolvedConfig) -> None:
+    """Every setting by group, with its value and where that came from."""
+    from rich.console import Console
+
+    from headrace.config.reference import fields_by_group
+
+    console = Console(highlight=False)
+    for note in resolved.notes:
+        console.print(f"note: {note}", style="yellow", markup=False)
+    for group, fields in fields_by_group().items():
+        console.print(group, style="bold", markup=False)
+        wide = max(len(name) for name in fields)
+        for name in fields:
+            source = resolved.sources[name]
+            value = getattr(resolved.config, name)
+            shown = "none" if value in (None, (), {}) else str(value)
+            style = "dim" if source == "default" else ""
+            console.print(f"  {name:<{wide}}  {shown}", end="  ", style=style, markup=False)
+            console.print(source, style="dim", markup=False)
+
+
 def show_reference() -> None:
     """Every setting by group: name, default, one line of help."""
     from rich.console import Console

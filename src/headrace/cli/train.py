@@ -9,13 +9,21 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.settings import read_settings, show_reference, show_settings
+from headrace.cli.settings import (
+    read_settings,
+    show_everything,
+    show_reference,
+    show_settings,
+)
 
 
 def train(
     context: typer.Context,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and print the settings, then stop.")
+        bool,
+        typer.Option(
+            "--dry-run", "--dry_run", help="Check and print all settings and their source, stop."
+        ),
     ] = False,
     settings: Annotated[
         bool, typer.Option("--settings", help="List every setting with its default, then stop.")
@@ -25,15 +33,29 @@ def train(
 
     Every setting can stand in the YAML file or be given as --name value; flags win. Names are those
     of transformers and TRL; --settings lists them all. A wrong name or value is reported before
-    anything is loaded, together with all the others.
+    anything is loaded, together with all the others. The ones used most:
+
+    \b
+    what      task (causal, preference, reward, sequence-classification,
+              token-classification, masked-lm), preference_loss, output_dir
+    model     model_name_or_path, dtype, use_peft, lora_r, lora_target_modules
+    data      dataset_name, datasets, eval_dataset_name, test_split_size,
+              chat_template_path, max_length, packing
+    length    max_steps, num_train_epochs, per_device_train_batch_size,
+              gradient_accumulation_steps
+    learning  learning_rate, lr_scheduler_type, warmup_ratio, optim
+    watching  eval_strategy, eval_steps, eval_samples, logging_steps, report_to,
+              save_steps, load_best_model_at_end, early_stopping_patience
+    again     resume_from_checkpoint, seed, push_to_hub
     """
     if settings:
         show_reference()
         return
     resolved = read_settings(context.args)
-    show_settings(resolved)
     if dry_run:
+        show_everything(resolved)
         return
+    show_settings(resolved)
     from headrace.plan.guard import check_fits
 
     check_fits(resolved.config)
