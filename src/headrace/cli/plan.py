@@ -66,15 +66,16 @@ def plan(
     console = _console(style)
     for note in resolved.notes:
         console.print(f"note: {note}", style="yellow", markup=False)
+    measured = _measured(resolved.config, console)
     if search:
         return _search(
-            resolved.config, names, console, style=style, objective=objective, budget=budget,
-            deadline=deadline, finalists=finalists if compiled else 0, prices=prices, html=html,
+            resolved.config, measured, names, console, style=style, objective=objective,
+            budget=budget, deadline=deadline, finalists=finalists if compiled else 0, prices=prices, html=html,
             picture=picture,
         )  # fmt: skip
     plans = [
         _one(
-            resolved.config, name, console, compiled=compiled, prices=prices, style=style,
+            resolved.config, measured, name, console, compiled=compiled, prices=prices, style=style,
             all_flags=all_flags, explain=explain,
         )
         for name in names
@@ -110,8 +111,31 @@ def _console(style: str) -> Console:
     return console
 
 
+def _measured(config: TrainConfig, console: Console) -> dict[str, Any]:
+    """What the dataset says of itself, when it is at hand and `plan:` does not describe it."""
+    if config.dataset_name is None or "dataset_rows" in config.plan:
+        return {}
+    from headrace.errors import HeadraceError
+
+    console.print("reading the dataset", style="dim")
+    try:
+        from headrace.plan.measure import measure_dataset
+
+        return measure_dataset(config)
+    except (HeadraceError, OSError) as error:
+        first = str(error).strip().split("\n")[0]
+        console.print(
+            f"note: the dataset cannot be read ({first}); describe it with plan: "
+            "{dataset_rows: ..., dataset_mean_tokens: ...}",
+            style="yellow",
+            markup=False,
+        )
+        return {}
+
+
 def _one(
     config: TrainConfig,
+    measured: dict[str, Any],
     name: str,
     console: Console,
     *,
@@ -137,7 +161,7 @@ def _one(
     with _Progress(console) as progress:
         found = make_plan(
             config, name, compile=compiled, prices=prices, say=progress.say, first=first,
-            all_flags=all_flags,
+            all_flags=all_flags, measured=measured,
         )  # fmt: skip
     if style == "text":
         show_plan(found, console, explain=explain)
@@ -146,6 +170,7 @@ def _one(
 
 def _search(
     config: TrainConfig,
+    measured: dict[str, Any],
     names: list[str],
     console: Console,
     *,
@@ -164,7 +189,7 @@ def _search(
 
     with _Progress(console) as progress:
         found = search(
-            read_subject(config, prices=prices),
+            read_subject(config, prices=prices, measured=measured),
             slices=names,
             objective="time" if objective == "time" else "cost",
             budget=None if budget is None else parse_budget(budget),

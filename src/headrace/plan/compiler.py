@@ -138,8 +138,10 @@ def _run(request: Mapping[str, Any], say: Say) -> Any:
         if process.poll() is None:
             process.kill()
             process.wait()
-    if code != 0:
         reader.join(timeout=5)
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            pipe.close()
+    if code != 0:
         last = "".join(noise[-6:]).strip()
         killed = " It was killed, perhaps for want of memory." if code in (-9, 137) else ""
         raise PlanError(f"the compiling process ended with code {code}.{killed}\n{last}")

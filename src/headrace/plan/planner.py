@@ -41,7 +41,7 @@ class Subject:
 
     @property
     def num_labels(self) -> int | None:
-        found = plan_settings(self.config).get("num_labels")
+        found = {**self.measured, **plan_settings(self.config)}.get("num_labels")
         return None if found is None else int(found)
 
     def workload(self, candidate: Candidate) -> Workload:
@@ -152,12 +152,15 @@ class Plan:
 
     @property
     def num_steps(self) -> int | None:
-        return self.workload.num_steps(self.candidate.step_positions)
+        return self.workload.num_steps(self.candidate)
 
     @property
     def hours(self) -> float | None:
         """Hours of training steps; loading, compiling and saving are not in it."""
-        return None if self.num_steps is None else self.num_steps * self.seconds / 3600
+        if self.num_steps is None:
+            return None
+        # shorter buckets take less time; the step that is planned is that of the longest
+        return self.num_steps * self.seconds * self.workload.filled_length(self.candidate) / 3600
 
     def usd(self, *, spot: bool = False) -> float | None:
         rate = self.price.spot if spot else self.price.on_demand

@@ -42,8 +42,16 @@ def show_plan(plan: Plan, console: Console, *, explain: bool = False) -> None:
 
 
 def settings_yaml(plan: Plan) -> str:
-    text: str = yaml.safe_dump(plan.settings(), sort_keys=False, default_flow_style=None)
-    return text
+    """One setting a line, as YAML."""
+    lines = [
+        f"{name}: {yaml.safe_dump(value, default_flow_style=True).split(chr(10))[0]}"
+        for name, value in plan.settings().items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def in_seconds(value: float) -> str:
+    return f"{value:.3f} s" if value >= 0.1 else f"{value * 1e3:.2f} ms"
 
 
 def _heading(plan: Plan, console: Console) -> None:
@@ -85,12 +93,12 @@ def _bar(share: float) -> str:
 def _time(plan: Plan, console: Console) -> None:
     low, high = plan.seconds_range
     console.print(
-        f"\nTime of a step: {plan.seconds:.3f} s ({low:.3f} to {high:.3f}), bound by {plan.bound}; "
+        f"\nTime of a step: {in_seconds(plan.seconds)} ({in_seconds(low)} to {in_seconds(high)}), "
+        f"bound by {plan.bound}; "
         f"{plan.real_tokens_per_second:,.0f} real tokens/s of {plan.padded_tokens_per_second:,.0f} "
         f"computed, MFU {plan.mfu:.1%}",
         style="bold",
         markup=False,
-        soft_wrap=False,
     )
     table = Table(box=None, show_header=False, pad_edge=False)
     parts: dict[str, Any] = plan.as_json()["parts"]

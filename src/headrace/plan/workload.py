@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.config import TrainConfig
 from headrace.errors import ConfigError
+from headrace.plan.candidate import Candidate
 
 PACKED_SHARE = 0.96  # what first-fit packing reaches on ordinary data
 BUCKETED_SHARE = 0.80
@@ -43,21 +44,25 @@ class Workload:
     supervised_share: float
     assumed: tuple[str, ...]
 
-    @property
-    def total_tokens(self) -> float | None:
-        """Real tokens of all epochs; None when unknown or when max_steps ends the run."""
-        if self.max_steps > 0 or self.rows is None or self.mean_tokens is None:
-            return None
-        return self.rows * self.mean_tokens * self.epochs
-
-    def num_steps(self, step_positions: int) -> int | None:
-        """Optimizer steps of the run."""
+    def num_steps(self, candidate: Candidate) -> int | None:
+        """Optimizer steps of the run: packed rows by their tokens, others by their number."""
         if self.max_steps > 0:
             return self.max_steps
-        total = self.total_tokens
-        if total is None:
+        if self.rows is None:
             return None
-        return max(1, math.ceil(total / (step_positions * self.share)))
+        if not candidate.packing:
+            each = candidate.rows * candidate.accumulation
+            return max(1, math.ceil(self.rows * self.epochs / each))
+        if self.mean_tokens is None:
+            return None
+        total = self.rows * self.mean_tokens * self.epochs
+        return max(1, math.ceil(total / (candidate.step_positions * self.share)))
+
+    def filled_length(self, candidate: Candidate) -> float:
+        """Mean row length over the longest: below 1 where rows go to buckets of their length."""
+        if candidate.packing or self.mean_tokens is None:
+            return 1.0
+        return min(1.0, self.mean_tokens / self.share / candidate.length)
 
 
 def plan_settings(config: TrainConfig) -> Mapping[str, Any]:
