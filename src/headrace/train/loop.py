@@ -236,7 +236,10 @@ class TrainLoop:
         """Into the history, the log file and the callbacks."""
         self._log.write(event, step=step, seconds=round(self._clock.wall, 3), **logs)
         self.state.log_history.append({**logs, "step": step})
+        now = self.state.global_step
+        self.state.global_step = step  # numbers come one step late; callbacks see whose they are
         self._fire("on_log", logs=logs)
+        self.state.global_step = now
 
     # -- evaluation and saving -------------------------------------------------------------------
 
