@@ -68,11 +68,23 @@ def plan(
         console.print(f"note: {note}", style="yellow", markup=False)
     measured = _measured(resolved.config, console)
     if search:
+        limits = {
+            "budget": budget,
+            "deadline": deadline,
+            "finalists": finalists if compiled else 0,
+        }
         return _search(
-            resolved.config, measured, names, console, style=style, objective=objective,
-            budget=budget, deadline=deadline, finalists=finalists if compiled else 0, prices=prices, html=html,
+            resolved.config,
+            measured,
+            names,
+            console,
+            style=style,
+            objective=objective,
+            prices=prices,
+            html=html,
             picture=picture,
-        )  # fmt: skip
+            limits=limits,
+        )
     plans = [
         _one(
             resolved.config, measured, name, console, compiled=compiled, prices=prices, style=style,
@@ -176,17 +188,16 @@ def _search(
     *,
     style: str,
     objective: str,
-    budget: str | None,
-    deadline: str | None,
-    finalists: int,
     prices: str | None,
     html: str | None,
     picture: str | None,
+    limits: dict[str, Any],
 ) -> int:
     from headrace.plan.planner import read_subject
     from headrace.plan.report import settings_yaml, show_search
     from headrace.plan.search import parse_budget, parse_deadline, search
 
+    budget, deadline = limits["budget"], limits["deadline"]
     with _Progress(console) as progress:
         found = search(
             read_subject(config, prices=prices, measured=measured),
@@ -194,7 +205,7 @@ def _search(
             objective="time" if objective == "time" else "cost",
             budget=None if budget is None else parse_budget(budget),
             deadline=None if deadline is None else parse_deadline(deadline),
-            finalists=finalists,
+            finalists=limits["finalists"],
             workers=_workers(),
             say=progress.say,
         )
