@@ -39,7 +39,8 @@ def make(out: Path, folder: str, **changes: Any) -> SFTTrainer:
         "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "save_total_limit": None,
         "eval_samples": 2, "eval_sample_tokens": 4, "early_stopping_patience": 3,
         "early_stopping_threshold": 0.4, "load_best_model_at_end": True,
-        "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.4, "threshold_mode": "abs"},
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.4, "threshold_mode": "abs"},
         "label_smoothing_factor": 0.1, "report_to": ["tensorboard"], "run_name": "life <b>",
     }  # fmt: skip
     return SFTTrainer(
