@@ -209,7 +209,8 @@ def test_a_stretched_capture_lowers_to_the_same_program(tmp_path, monkeypatch):
 @needs_compiler
 def test_compiled_memory_is_the_compilers_own(tmp_path):
     # wide enough that what layers keep lies in HBM, not in on-chip memory
-    captured = program.capture_model(recipe(llama(tmp_path, hidden=1024)))
+    config = recipe(llama(tmp_path, hidden=1024), lora_target_modules=".*q_proj")
+    captured = program.capture_model(config)
     candidate = Candidate(slice_name="v5e-4", mesh={"fsdp": 4}, batch_size=512, length=64)
     compiled = program.lower_step(captured, candidate).lowered.compile()
     stats = compiled.memory_analysis()
@@ -236,7 +237,8 @@ def test_the_command_compiles_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HEADRACE_PLAN_CACHE", str(tmp_path / "cache"))
     model = llama(tmp_path / "model")
     words = ["plan", "--model_name_or_path", model, "--use_peft", "true", "--lora_dropout", "0"]
-    words += ["--max_length", "64", "--slice", "v5e-1", "--format", "json"]
+    words += ["--lora_target_modules", ".*q_proj", "--max_length", "64", "--slice", "v5e-1"]
+    words += ["--format", "json"]
     words += ["--html", str(tmp_path / "page.html")]
     assert run(words) == 0
     first = json.loads(capsys.readouterr().out)
