@@ -8,9 +8,11 @@ Does not know: training, devices, files.
 from __future__ import annotations
 
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +24,9 @@ from torch import nn
 from transformers.utils.generic import ModelOutput
 
 from headrace.bridge import lower
+from headrace.bridge.cache import cache_folder, capture_key
+from headrace.bridge.cache import read as read_capture
+from headrace.bridge.cache import write as write_capture
 from headrace.bridge.capture import capture
 from headrace.bridge.dtypes import tensor_to_jax, tensor_to_numpy, to_jax_dtype
 from headrace.bridge.intercept import Intercept
@@ -295,6 +300,7 @@ def to_jax(
     *,
     dynamic: bool = True,
     roll: bool = True,
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> JaxModule:
     """Capture `model` once and return it as a pure JAX function.
 
@@ -306,6 +312,8 @@ def to_jax(
         dynamic: keep batch and sequence symbolic where the model allows it.
         roll: run repeated layers as loops, proved equal node by node; the log says why when they
         are not.
+        cache_dir: a folder where captures are kept for other processes; None is
+            $HEADRACE_CAPTURE_CACHE or nowhere.
 
     Raises:
         CaptureError: the forward cannot be captured; UnsupportedOpsError: operators without a rule,
@@ -319,11 +327,12 @@ def to_jax(
         (5, 2)
     """
     args, kwargs = _split_example(example_inputs)
-    program = _prepare(model, args, kwargs, dynamic=dynamic, roll=roll)
+    folder = cache_folder(cache_dir)
+    program = _prepare(model, args, kwargs, dynamic=dynamic, roll=roll, folder=folder)
 
     def recapture(call_args: tuple[Any, ...], call_kwargs: dict[str, Any]) -> Program:
         torch_args, torch_kwargs = pytree.tree_map(_to_torch_example, (call_args, call_kwargs))
-        return _prepare(model, torch_args, torch_kwargs, dynamic=False, roll=roll)
+        return _prepare(model, torch_args, torch_kwargs, dynamic=False, roll=roll, folder=folder)
 
     return JaxModule(
         program=program,
@@ -335,12 +344,27 @@ def to_jax(
 
 
 def _prepare(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, dynamic: bool, roll: bool
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    dynamic: bool,
+    roll: bool,
+    folder: Path | None,
 ) -> Program:
+    options = {"dynamic": dynamic, "roll": roll}
+    key = capture_key(model, args, kwargs, options) if folder is not None else None
+    if folder is not None and key is not None:
+        kept = read_capture(folder, key)
+        if kept is not None:
+            return kept
     program = capture(model, args, kwargs, dynamic=dynamic)
     program = run_pass(program, "simplify", simplify)
     lower.check_supported(program)
-    return run_pass(program, "roll", roll_layers) if roll else program
+    program = run_pass(program, "roll", roll_layers) if roll else program
+    if folder is not None and key is not None:
+        write_capture(folder, key, program)
+    return program
 
 
 def _split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -139,12 +139,18 @@ def build_run(
     core.train()
     if config.neftune_noise_alpha is not None:
         add_embedding_noise(core, config.neftune_noise_alpha)
-    module = to_jax(core, _example_inputs(data.train.rows, objective))
+    module = to_jax(core, _example_inputs(data.train.rows, objective), cache_dir=_captures(config))
     placement, module = placement.planned(module, config.sharding_overrides)
     run, state = _assemble(
         config, objective, data, torch_model, report, tokenizer, module, masters, placement, folder
     )
     return replace(run, notes=(*notes, *placement.notes)), state
+
+
+def _captures(config: TrainConfig) -> Path | None:
+    """Where captures are kept: beside the compiled programs."""
+    folder = config.compilation_cache_dir
+    return None if folder is None else Path(folder) / "captures"
 
 
 def _assemble(
