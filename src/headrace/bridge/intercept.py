@@ -13,6 +13,7 @@ Shapes: B = batch, N = query heads, K = key/value heads, T = queries, S = keys, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,7 @@ class Intercept(ABC):
     def attention(self, call: AttentionCall) -> Array:
         """The result of an attention node; may replace `self.value`."""
 
-    def linear(self, node: fx.Node, inputs: Array, outputs: Array) -> Array:
-        """The result of an `aten.linear` node whose weight is the node's second argument."""
-        del node, inputs
+    def linear(self, node: fx.Node, operands: Sequence[Any], outputs: Array) -> Array:
+        """The result of an `aten.linear` node: operands are input, weight and perhaps a bias."""
+        del node, operands
         return outputs

@@ -192,7 +192,7 @@ def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> 
         return found
     result = _apply_rule(rule, node, args, kwargs, settings)
     if settings.intercept is not None and target is torch.ops.aten.linear.default:
-        return settings.intercept.linear(node, args[0], result)
+        return settings.intercept.linear(node, args, result)
     return result
 
 

@@ -15,7 +15,19 @@ from typing import Any
 
 import typer
 
-from headrace.cli import chat, check, doctor, evaluate, generate, merge, plan, serve, shard, train
+from headrace.cli import (
+    bench,
+    chat,
+    check,
+    doctor,
+    evaluate,
+    generate,
+    merge,
+    plan,
+    serve,
+    shard,
+    train,
+)
 from headrace.cli.huge_pages import restart_with_huge_pages
 from headrace.errors import HeadraceError
 
@@ -61,6 +73,7 @@ app.command("shard")(shard.shard)
 app.command("serve")(serve.serve)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.add_typer(bench.app, name="bench")
 app.command("plan", context_settings=ANY_FIELD)(plan.plan)
 app.command("check")(check.check)
 app.command("doctor")(doctor.doctor)

@@ -29,7 +29,13 @@ import numpy as np
 from headrace.errors import ConfigError
 from headrace.kernels.paged import PagedForm, PagedRows, empty_pages
 from headrace.serve import sampler
-from headrace.serve.cache import CacheEntry, PagedIntercept, Pages
+from headrace.serve.cache import (
+    CacheEntry,
+    PagedIntercept,
+    Pages,
+    linear_weight_first,
+    weight_first,
+)
 from headrace.serve.lora import LoraStacks, Stacks, empty_stacks, place_lora
 from headrace.serve.model import ServedModel
 
@@ -100,9 +106,7 @@ class Shapes:
 
 
 def packed_size(shapes: Shapes, shape: StepShape) -> int:
-    """Length of a step's integer array: tokens, positions, slots, adapters, the tokens that get a
-    successor, page tables.
-    """
+    """Length of a step's integer array, see `Packed`."""
     rows = shape.decode + shape.blocks
     return 4 * shapes.tokens(shape) + shapes.outputs(shape) + rows * shapes.pages_a_sequence
 
@@ -171,7 +175,9 @@ class Programs:
     def _empty_stacks(self) -> Stacks:
         if not self.shapes.max_loras:
             return {}
-        kinds = [p.dtype for p in self.model.params.values() if jnp.issubdtype(p.dtype, jnp.floating)]
+        kinds = [
+            p.dtype for p in self.model.params.values() if jnp.issubdtype(p.dtype, jnp.floating)
+        ]
         dtype = kinds[0] if kinds else jnp.float32
         return empty_stacks(
             self.model.targets,
@@ -343,9 +349,14 @@ class Programs:
         return intercept.value, hidden_TD, hidden_TD[parts.select_O]
 
     def _logits(self, head: Any, hidden: Array) -> Array:
-        if self.model.head is None:
+        form = self.model.head
+        if form is None:
             return hidden.astype(jnp.float32)
-        return self.model.head.logits(head, hidden).astype(jnp.float32)
+        if hidden.ndim == 2 and weight_first(hidden.shape[0]):
+            bias = None if form.bias_key is None else head[form.bias_key]
+            logits = linear_weight_first(hidden, head[form.weight_key], bias)
+            return (logits if form.tail is None else form.tail(logits)).astype(jnp.float32)
+        return form.logits(head, hidden).astype(jnp.float32)
 
     def _sample(
         self,
