@@ -24,6 +24,7 @@ from torch import nn
 from headrace.bridge.module import JaxModule, to_jax
 from headrace.config import TrainConfig, peft_config
 from headrace.data.batches import Rows
+from headrace.data.chat import chat_template
 from headrace.data.load import TrainingData, load_data
 from headrace.data.loader import Loader
 from headrace.errors import ConfigError, DataError
@@ -127,6 +128,7 @@ def build_run(
     objective.check_model(torch_model, data.labels)
     _check_vocabulary(torch_model, data.train.rows)
     _set_pad_token(torch_model, tokenizer)
+    notes += _set_stop_token(torch_model, tokenizer, data.train.rows)
     report: AdapterReport | None = None
     wanted = adapter_config or peft_config(config)
     if wanted is not None:
@@ -310,6 +312,27 @@ def _set_pad_token(model: Any, tokenizer: Any) -> None:
     config = getattr(model, "config", None)
     if config is not None and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = tokenizer.pad_token_id
+
+
+def _set_stop_token(model: Any, tokenizer: Any, rows: Rows) -> list[str]:
+    """Generation must stop at the token that trained answers end with; says so when it did not."""
+    generation = getattr(model, "generation_config", None)
+    template = chat_template(tokenizer)
+    if generation is None or template is None or template.end_of_turn is None:
+        return []
+    end = tokenizer.convert_tokens_to_ids(template.end_of_turn)
+    labels = rows.examples.token_labels
+    if labels is None or not (labels == end).any():
+        return []
+    given = generation.eos_token_id
+    known = list(given) if isinstance(given, list | tuple) else [given] if given is not None else []
+    if end in known:
+        return []
+    generation.eos_token_id = [*known, end]
+    return [
+        f"answers end with {template.end_of_turn}, at which generation did not stop; it is added to "
+        "eos_token_id of generation_config"
+    ]
 
 
 def _cast_model(model: Any, config: TrainConfig) -> dict[str, np.ndarray]:
