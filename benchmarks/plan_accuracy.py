@@ -9,7 +9,7 @@ attention, dense loss, padded rows.
 
     python benchmarks/plan_accuracy.py                      # analytic, all rows, a second
     python benchmarks/plan_accuracy.py --compile --rows paper,llama-8b-v6e
-    python benchmarks/plan_accuracy.py --memory             # analytic against compiled memory
+    python benchmarks/plan_accuracy.py --memory             # analytic against compiled
 
 Sources: tpu-recipes training/{trillium,v5p,ironwood} and MaxText docs/reference/models/tiering.md
 (read 2026-11-21); arXiv:2605.25645 for the paper.
@@ -88,6 +88,19 @@ RUNS = (
         rows=2, length=8192, measured=2687, remark="256 rows on 64 chips",
     ),
 )  # fmt: skip
+MEMORY_RUNS = (
+    # model, slice, mesh, rows, length, remat, LoRA rank (0: all weights)
+    ("gemma-2b", "v5e-1", {}, 2, 2048, "full", 16),
+    ("gemma-2b", "v5e-1", {}, 1, 2048, "dots", 16),
+    ("gemma-2b", "v5e-8", {"fsdp": 8}, 1, 4096, "full", 0),
+    ("llama-3.1-8b", "v5e-8", {"fsdp": 8}, 1, 4096, "full", 16),
+    ("llama-3.1-8b", "v5e-8", {"fsdp": 4, "tensor": 2}, 1, 4096, "full", 16),
+    ("llama-3.1-8b", "v5p-8", {"fsdp": 4}, 2, 4096, "full", 0),
+    ("llama-3.1-8b", "v6e-8", {"fsdp": 8}, 3, 8192, "full", 0),
+    ("mistral-7b", "v5p-8", {"fsdp": 4}, 1, 4096, "none", 16),
+    ("gemma-3-12b", "v5p-8", {"fsdp": 4}, 1, 4096, "full", 32),
+    ("gemma-4-31b", "v5p-8", {"fsdp": 4}, 1, 4096, "full", 64),
+)
 LEFT_OUT = (
     "Llama 3.1 405B on v5p and v7x: slice or rows a device not published in full",
     "16B to 128B on v5e-256: architectures and rows not published, older FLOP rule",
@@ -151,22 +164,47 @@ def compiled(run: Published, folder: Path) -> dict[str, Any]:
     return report
 
 
+def memory_sweep(folder: Path) -> None:
+    """Analytic against compiled memory; a minute or more each on a quiet machine, kept."""
+    from headrace.plan.planner import analytic_plan
+
+    print("| model | slice, mesh | rows | remat | LoRA | analytic GiB | compiled GiB | error |")
+    print("|---|---|---|---|---|---|---|---|")
+    for model, slice_name, mesh, rows, length, remat, lora in MEMORY_RUNS:
+        parts = "-".join(f"{k}{v}" for k, v in mesh.items())
+        run = Published(
+            name=f"memory-{model}-{slice_name}-{parts}-{rows}-{length}-{remat}-{lora}",
+            model=model, slice_name=slice_name, mesh=mesh, rows=rows, length=length, remat=remat,
+            lora=lora, measured=0.0, flags="default",
+        )  # fmt: skip
+        plan = analytic_plan(subject(run), candidate(run))
+        total = compiled(run, folder)["hbm_bytes_per_chip"]
+        print(
+            f"| {model} | {slice_name} {parts} | {rows}x{length} | {remat} | {lora or 'no'} "
+            f"| {plan.hbm_bytes / 2**30:.2f} | {total / 2**30:.2f} "
+            f"| {plan.hbm_bytes / total - 1:+.1%} |",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--compile", action="store_true", help="compile rows that one slice holds")
     parser.add_argument("--rows", default="", help="names, comma separated; all without")
     parser.add_argument("--folder", default="out/plan_accuracy", help="compiled reports go here")
-    parser.add_argument("--memory", action="store_true", help="compare memory where compiled")
+    parser.add_argument("--memory", action="store_true", help="memory of ten configurations")
     given = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     from headrace.plan.planner import analytic_plan
     from headrace.plan.topology import prepare_environment
 
     prepare_environment()
+    if given.memory:
+        memory_sweep(Path(given.folder))
+        return
     wanted = [r for r in RUNS if not given.rows or r.name in given.rows.split(",")]
     print("| run | published tok/s/chip | analytic | error | compiled | error | remark |")
     print("|---|---|---|---|---|---|---|")
-    memory: list[str] = []
     for run in wanted:
         plan = analytic_plan(subject(run), candidate(run))
         chips = plan.hardware.num_chips
@@ -180,12 +218,6 @@ def main() -> None:
                 cells = [f"{rate:,.0f}", f"{rate / run.measured - 1:+.0%}"]
             else:
                 cells = ["does not fit", ""]
-            total = report["hbm_bytes_per_chip"]
-            off = plan.estimate.hbm_bytes / total - 1
-            memory.append(
-                f"{run.name}: analytic {plan.estimate.hbm_bytes / 2**30:.2f} GiB, compiled "
-                f"{total / 2**30:.2f} GiB, {off:+.1%}"
-            )
         print(
             f"| {run.name} | {run.measured:,.0f} | {quick:,.0f} | {quick / run.measured - 1:+.0%} "
             f"| {cells[0]} | {cells[1]} | {run.remark} |"
@@ -193,8 +225,6 @@ def main() -> None:
     for line in LEFT_OUT:
         print(f"\nleft out: {line}", end="")
     print()
-    if given.memory:
-        print("\n".join(memory))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, Gemma3TextConfig, LlamaConfig
 
 from headrace.cli.app import run
-from headrace.config import TrainConfig
+from headrace.config import TrainConfig, load_config
 from headrace.errors import ConfigError
 from headrace.plan import program
 from headrace.plan.advice import smallest_changes
@@ -18,6 +18,7 @@ from headrace.plan.cache import request_key
 from headrace.plan.candidate import Candidate, check_mesh
 from headrace.plan.compiled import _needed_bytes, compile_candidate
 from headrace.plan.hardware import parse_slice
+from headrace.plan.measure import measure_dataset
 from headrace.plan.planner import analytic_plan, default_candidate, make_plan, read_subject
 from headrace.plan.search import parse_budget, parse_deadline, search
 from headrace.plan.shape import model_shape, read_model_config
@@ -251,6 +252,19 @@ def test_the_command_compiles_once(tmp_path, capsys, monkeypatch):
     page = (tmp_path / "page.html").read_text()
     assert "v5e-1" in page
     assert "http" not in page.replace("http-equiv", "")  # nothing is loaded from elsewhere
+
+
+def test_a_dataset_at_hand_is_measured(monkeypatch):
+    """The shipped example: as many steps as its run takes."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    config = load_config("examples/reminders/lora.yaml").config
+    measured = measure_dataset(config)
+    plan = make_plan(config, "v5e-1", compile=False, measured=measured)
+    rows = len(Path("examples/reminders/train.jsonl").read_text().splitlines())
+    assert measured["dataset_rows"] == rows
+    assert 0.5 < measured["real_share"] <= 1
+    assert 0 < measured["supervised_share"] < 1  # only answers carry a loss
+    assert plan.num_steps == round(rows * config.num_train_epochs / 16)
 
 
 def test_analytic_is_for_every_chip(tmp_path):
