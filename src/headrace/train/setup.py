@@ -330,8 +330,8 @@ def _set_stop_token(model: Any, tokenizer: Any, rows: Rows) -> list[str]:
         return []
     generation.eos_token_id = [*known, end]
     return [
-        f"answers end with {template.end_of_turn}, at which generation did not stop; it is added to "
-        "eos_token_id of generation_config"
+        f"answers end with {template.end_of_turn}, at which generation did not stop; it is added "
+        "to eos_token_id of generation_config"
     ]
 
 
