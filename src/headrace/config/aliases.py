@@ -34,6 +34,7 @@ RENAMED: Mapping[str, str] = {
     "num_epochs": "num_train_epochs",
     "epochs": "num_train_epochs",
     "streaming": "dataset_streaming",
+    "wandb_name": "run_name",
     "lr": "learning_rate",
     "label_smoothing": "label_smoothing_factor",
     "lr_scheduler": "lr_scheduler_type",
@@ -75,6 +76,36 @@ IGNORED: Mapping[str, str] = {
     "use_cpu": "JAX_PLATFORMS chooses the device",
     "no_cuda": "JAX_PLATFORMS chooses the device",
     "ddp_find_unused_parameters": "there are no unused gradients",
+    "ddp_timeout": "there is one program, no process group",
+    "gradient_checkpointing_kwargs": "activation_checkpointing names what is recomputed",
+    "logging_strategy": "logs come every logging_steps",
+    "log_level": "the log is short as it is",
+    "disable_tqdm": "a bar is drawn on terminals only",
+    "include_num_input_tokens_seen": "tokens are always counted",
+    "hub_strategy": "the finished run is uploaded once",
+    "save_only_model": "a checkpoint always has what resuming needs",
+    "plot_loss": "report.html has the curves",
+    "do_train": "the command says it",
+    "do_eval": "eval_strategy says it",
+    "template": "the tokenizer's own chat template is used; chat_template_path names another",
+    "chat_template": "the tokenizer's own chat template is used; chat_template_path names another",
+    "overwrite_cache": "prepared data is kept by content and never stale",
+    "preprocessing_num_workers": "the fast tokenizer uses all cores in one process",
+    "dataset_processes": "the fast tokenizer uses all cores in one process",
+    "dataset_prepared_path": "prepared data is kept by content, in data_cache_dir",
+    "dataset_batch_size": "the tokenizer is given a thousand rows at a time",
+    "pad_to_sequence_len": "rows always have fixed lengths",
+    "model_type": "the model's own config names its class",
+    "tokenizer_type": "the tokenizer's own config names its class",
+    "is_llama_derived_model": "models are captured as they are",
+    "strict": "settings are always checked",
+    "xformers_attention": "attention always runs through the kernel of the accelerator",
+    "sdp_attention": "attention always runs through the kernel of the accelerator",
+    "use_unsloth": "the program is compiled whole",
+    "wandb_project": "WANDB_PROJECT names it",
+    "wandb_entity": "WANDB_ENTITY names it",
+    "wandb_watch": "gradients' norms are logged",
+    "wandb_log_model": "push_to_hub keeps the result",
 }
 
 REFUSED: Mapping[str, str] = {
@@ -174,6 +205,12 @@ def _stage(value: Any) -> dict[str, Any]:
     return stages[value]
 
 
+def _max_samples(value: Any) -> dict[str, Any]:
+    if value in (None, ""):
+        return {}
+    return {"dataset_train_split": f"train[:{int(value)}]"}
+
+
 def _packing_strategy(value: Any) -> dict[str, Any]:
     if value == "bfd":
         return {}
@@ -197,6 +234,7 @@ TRANSLATED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "adapter": _method,
     "finetuning_type": _method,
     "packing_strategy": _packing_strategy,
+    "max_samples": _max_samples,
     "loss_type": _preference_loss,
     "pref_loss": _preference_loss,
     "rl": _rl,

@@ -88,7 +88,7 @@ def _canonical(
     result: dict[str, _Given] = {}
     for entry in layer:
         for name, value in _translate(entry, cls, findings).items():
-            if name in result:
+            if name in result and result[name].value != value:
                 problem = f"sets {name}, which {result[name].written} sets too; keep one"
                 findings.problems.append((entry.written, entry.source, problem))
             result[name] = _Given(value=value, source=entry.source, written=entry.written)
@@ -106,6 +106,9 @@ def _translate(entry: _Given, cls: type[TrainConfig], findings: _Findings) -> di
         return _translate_value(entry, findings)
     if key in IGNORED:
         findings.notes.append(f"{key} has no effect: {IGNORED[key]} ({entry.source})")
+        return {}
+    if key in REFUSED and entry.value in (None, False, "", "false", "none"):
+        findings.notes.append(f"{key} is switched off, as it is here ({entry.source})")
         return {}
     problem = REFUSED.get(key) or _unknown(key, cls)
     findings.problems.append((key, entry.source, problem))
