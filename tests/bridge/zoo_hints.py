@@ -18,14 +18,15 @@ _GEMMA = {"num_hidden_layers": 6, "layer_types": _ALTERNATING, "num_kv_shared_la
 
 HINTS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
             "sliding_attention": {**_ROPE, "mrope_section": [2, 1, 1]},
             "full_attention": {**_ROPE, "mrope_section": [2, 1, 1]},
         },
     },
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2}},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {
         "head_dim": 16,
         "swa_num_attention_heads": 4,
@@ -42,11 +43,13 @@ HINTS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {**_GEMMA, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0]},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"qk_head_dim": 16},
     "levit": {"image_size": 224},
     "mamba2": {"num_heads": 8},
     "mpnet": {"relative_attention_num_buckets": ...},
+    "nemotron": {"num_key_value_heads": 2},
     "neomme": {"head_dim": 16},
     "perceiver": {"max_position_embeddings": 12, "image_size": 32},
     "qwen4_exp_text": {
@@ -59,7 +62,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_shape": (3, 4), "axial_pos_embds_dim": (16, 16)},
     "textnet": {"stem_out_channels": 8},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 4},
+    "zamba": {"num_hidden_layers": 4, "attention_hidden_size": 64, "attention_head_dim": 16},
 }
 
 

@@ -161,6 +161,7 @@ def _export(
                 without_cache(module),
                 _named_arguments(module, kwargs),
                 _tracing(),
+                _ParameterData(notes),
             ):
                 shapes = _dynamic_shapes(module, args, kwargs) if use_dynamic else None
                 exported = torch.export.export(
@@ -266,6 +267,35 @@ class _ConstantDraws(TorchFunctionMode):
             self._draws.add(id(result))
             self._keep.append(result)
         return result
+
+
+class _ParameterData(TorchFunctionMode):
+    """`parameter.data` is the detached parameter; what is written into it is left out, with a note.
+
+    The exporter loses sight of `.data`. Gemma 3n clamps coefficients there before each use.
+    """
+
+    def __init__(self, notes: list[str]) -> None:
+        super().__init__()
+        self._notes = notes
+        self._data: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _DATA:
+            data = args[0].detach()
+            self._data[id(data)] = data
+            return data
+        name = getattr(func, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place and args and id(args[0]) in self._data:
+            note = f"the forward writes into a parameter (.data.{name}); the program does not"
+            if note not in self._notes:
+                self._notes.append(note)
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+_DATA = torch.Tensor.data.__get__  # pyright: ignore
 
 
 def _dynamic_shapes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
