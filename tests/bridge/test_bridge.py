@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,6 +128,29 @@ def test_compile_returns_torch_and_follows_weights_and_statistics() -> None:
         with torch.no_grad():
             model[0].weight.mul_(1.5)
             twin[0].weight.mul_(1.5)
+
+
+def test_compile_gives_torch_gradients_to_parameters_and_inputs() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).train()
+    model[3].bias.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    compiled = hr.compile(twin)
+    x = torch.randn(6, 5, requires_grad=True)
+    x_twin = x.detach().clone().requires_grad_()
+    for _ in range(2):  # the second backward adds to the first
+        (model(x) ** 2).sum().backward()
+        (compiled(x_twin) ** 2).sum().backward()
+    torch.testing.assert_close(x_twin.grad, x.grad, rtol=1e-4, atol=1e-5)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(twin[1].running_var, model[1].running_var)
+    with torch.no_grad():
+        assert not compiled(x).requires_grad
+    with pytest.raises(CaptureError, match="first derivatives only"):
+        torch.autograd.grad(compiled(x_twin).sum(), x_twin, create_graph=True)
 
 
 def test_compile_keeps_the_hugging_face_output_class() -> None:

@@ -86,8 +86,8 @@ def _parts(
         for base in type(module).__mro__:
             kinds.setdefault(base)
         yield name, type(module).__qualname__, module.training, list(_attributes(module))
-        hooks = (module._forward_hooks, module._forward_pre_hooks)
-        yield [sorted(type(h).__qualname__ for h in found.values()) for found in hooks]
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        yield [_stable(h) for h in hooks]
     yield [(k.__module__, k.__qualname__, _source(k)) for k in kinds]
     first: dict[int, str] = {}
     for name, tensor in (
