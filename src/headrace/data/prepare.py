@@ -85,7 +85,18 @@ def tokenize_examples(
     rows = _rendered_rows(examples, row_of, render, table, form)
     tokens = _Edges.of(tokenizer)
     result = list(_tokenize(rows, row_of, tokenizer, tokens))
-    return result, _notes(table, template, rows, tokens, use_template)
+    notes = _notes(table, template, rows, tokens, use_template)
+    empty = sum(isinstance(example, Chat) and _has_empty_answer(example) for example in examples)
+    if empty:
+        notes.append(f"{empty:,} conversations have an empty answer: only its end token is trained")
+    return result, notes
+
+
+def _has_empty_answer(chat: Chat) -> bool:
+    return any(
+        turn["role"] == "assistant" and not turn.get("content") and not turn.get("tool_calls")
+        for turn in chat.messages
+    )
 
 
 def require_template(table: Table, tokenizer: PreTrainedTokenizerBase) -> None:
