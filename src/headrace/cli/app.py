@@ -22,6 +22,7 @@ from headrace.cli import (
     doctor,
     evaluate,
     generate,
+    memory,
     merge,
     plan,
     serve,
@@ -70,6 +71,7 @@ app.command("train", context_settings=ANY_FIELD)(train.train)
 app.command("eval", context_settings=ANY_FIELD)(evaluate.evaluate)
 app.command("merge")(merge.merge)
 app.command("shard")(shard.shard)
+app.command("memory", context_settings=ANY_FIELD)(memory.memory)
 app.command("serve")(serve.serve)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)

@@ -18,6 +18,7 @@ from headrace.data.loader import Loader
 from headrace.errors import TrainingError
 from headrace.train.compiler_flags import compiler_options
 from headrace.train.losses import Loss
+from headrace.train.memory import MemoryCauses, memory_causes
 from headrace.train.setup import Run
 from headrace.train.shapes import CompiledFunction, CompileEvent
 from headrace.train.state import TrainState
@@ -74,11 +75,31 @@ class Programs:
         self._prepare(self.train, state)
         memory, limit = self.train.events[-1].memory, _memory_limit()
         if memory is not None and limit is not None and memory.peak > limit:
+            causes = self.memory(state)
+            assert causes is not None
+            lines = [*causes.lines(), "Changes that help most:", *self._advice(causes)]
             raise TrainingError(
                 f"the training step needs {memory.peak / 2**30:.2f} GiB, the device has "
-                f"{limit / 2**30:.2f} GiB. Lower per_device_train_batch_size or max_length, or set "
-                "activation_checkpointing: full."
+                f"{limit / 2**30:.2f} GiB.\n  " + "\n  ".join(lines)
             )
+
+    def memory(self, state: TrainState) -> MemoryCauses | None:
+        """Bytes of a device by cause for the last compiled training step; None if unknown."""
+        found = self.train.events[-1].memory if self.train.events else None
+        if found is None:
+            return None
+        batch = self._run.placement.batch(example_batch(self._run.train_loader))
+        return memory_causes(state, self._run.frozen, batch, found)
+
+    def _advice(self, causes: MemoryCauses) -> list[str]:
+        config = self._run.config
+        return causes.advice(
+            rows=config.per_device_train_batch_size,
+            length=max(shape[2] for shape in self._run.train_loader.shapes),
+            remat=self.remat,
+            lora=config.use_peft or self._run.adapter is not None,
+            devices=self._run.placement.config.size,
+        )
 
     def _prepare(self, function: CompiledFunction, state: TrainState) -> None:
         run = self._run

@@ -175,6 +175,9 @@ class Trainer:
             before = self._programs.train.compile_seconds
             self._programs.prepare_largest(loop.arrays)
             loop.clock.exclude(self._programs.train.compile_seconds - before)
+            causes = self._programs.memory(loop.arrays)
+            for line in causes.lines() if causes is not None else ():
+                self._say(f"memory   {line}")
             self._trained = True
             try:
                 loop.execute()
@@ -194,6 +197,13 @@ class Trainer:
             display.close()
             self._display = None
             log.close()
+
+    def memory(self) -> list[str]:
+        """Bytes of a device by cause, in lines; compiles the longest step, trains nothing."""
+        assert self.run is not None and self._programs is not None
+        self._programs.prepare_largest(self.train_state)
+        causes = self._programs.memory(self.train_state)
+        return ["this backend gives no account of memory"] if causes is None else causes.lines()
 
     def evaluate(
         self, eval_dataset: Any = None, metric_key_prefix: str = "eval"

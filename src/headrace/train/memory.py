@@ -1,0 +1,109 @@
+"""Bytes of a device by cause, from the arrays of a run and the compiled step; what to change.
+
+Arguments are exact: they are the arrays. Temporaries are the compiler's own number for the whole
+program; of them the gradients' size is known, the rest (kept activations, logits of a chunk,
+gathered weights, workspace) is given as one number, because the compiler reuses its memory.
+
+Knows: arrays, MemoryUse. Does not know: devices' limits, how a step is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from headrace.train.shapes import MemoryUse
+from headrace.train.state import Params, TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCauses:
+    """Bytes on one device. gradients are part of temporary."""
+
+    frozen: int
+    trainable: int
+    optimizer: int
+    other: int
+    gradients: int
+    temporary: int
+    peak: int
+
+    def lines(self) -> list[str]:
+        """`memory   frozen weights 1.2 GiB, ...`, for the start screen and `headrace memory`."""
+        rest = max(self.temporary - self.gradients, 0)
+        parts = {
+            "frozen weights": self.frozen,
+            "trained weights (float32)": self.trainable,
+            "optimizer": self.optimizer,
+            "batch and buffers": self.other,
+            "gradients (float32)": self.gradients,
+            "activations, logits and workspace": rest,
+        }
+        shown = ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
+        return [f"a device needs {size(self.peak)}: {shown}"]
+
+    def advice(self, *, rows: int, length: int, remat: str, lora: bool, devices: int) -> list[str]:
+        """Three changes that lower the largest causes, with about how much each brings."""
+        rest = max(self.temporary - self.gradients, 0)
+        found: list[tuple[int, str]] = []
+        if rows > 1:
+            half = max(rows // 2, 1)
+            found.append(
+                (
+                    rest * (rows - half) // rows,
+                    f"per_device_train_batch_size: {half} (now {rows}), with "
+                    "gradient_accumulation_steps doubled",
+                )
+            )
+        if remat not in ("full", "offload"):
+            found.append((rest // 2, f"activation_checkpointing: full (now {remat})"))
+        found.append((rest // 2, f"max_length: {max(length // 2, 1)} (now {length})"))
+        if not lora:
+            full = self.trainable + self.optimizer + self.gradients
+            found.append((full * 9 // 10, "use_peft: true, which trains an adapter only"))
+        if self.optimizer > self.trainable:
+            found.append((self.optimizer * 9 // 10, "optim: adafactor, whose moments are small"))
+        divided = self.frozen + self.trainable + self.optimizer + self.gradients
+        found.append(
+            (divided // 2, f"twice the devices with mesh: {{fsdp: {2 * max(devices, 1)}}}")
+        )
+        found.sort(key=lambda item: -item[0])
+        return [f"{text}: about {size(saved)} less" for saved, text in found[:3]]
+
+
+def memory_causes(state: TrainState, frozen: Params, batch: Any, memory: MemoryUse) -> MemoryCauses:
+    """The causes for these arrays (or shapes with shardings) and this compiled step."""
+    trainable = local_bytes(state.trainable)
+    return MemoryCauses(
+        frozen=local_bytes(frozen),
+        trainable=trainable,
+        optimizer=local_bytes(state.opt_state),
+        other=local_bytes(state.buffers) + local_bytes(batch),
+        gradients=min(trainable, memory.temporary),
+        temporary=memory.temporary,
+        peak=memory.peak,
+    )
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes of a tree's arrays on one device."""
+    return sum(_local(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _local(leaf: Any) -> int:
+    shape = tuple(leaf.shape)
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is not None:
+        shape = sharding.shard_shape(shape)
+    return math.prod(shape) * leaf.dtype.itemsize
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 2**power:
+            return f"{count / 2**power:.2f} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,174 @@
+"""Run in a process of its own with pretended devices: one line of JSON a case, for test_parity.
+
+Every case computes loss and gradients on one device and on a mesh. Arguments: cases as
+`family|axis=size,...|remat` and, for a LoRA adapter, `|lora`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers as tf
+from peft import LoraConfig, get_peft_model
+
+from headrace.bridge.module import JaxModule, to_jax
+from headrace.sharding import MeshConfig, make_mesh, make_partition, param_shardings, plan_params
+from headrace.sharding.place import put_batch
+from headrace.train.losses import ClassificationLoss, causal_loss
+
+DECODER: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+ROWS, TOKENS = 8, 32
+
+
+def _model(family: str) -> Any:
+    torch.manual_seed(0)
+    kinds = {
+        "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**DECODER)),
+        "gemma3": lambda: tf.Gemma3ForCausalLM(
+            tf.Gemma3TextConfig(
+                **DECODER, head_dim=16, sliding_window=8, final_logit_softcapping=5.0,
+                layer_types=["sliding_attention", "full_attention"],
+            )
+        ),
+        "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(
+            tf.Qwen3MoeConfig(
+                **DECODER, head_dim=8, num_experts=4, num_experts_per_tok=2,
+                moe_intermediate_size=16,
+            )
+        ),
+        "bert": lambda: tf.BertForSequenceClassification(
+            tf.BertConfig(
+                hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                vocab_size=96, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+                num_labels=3,
+            )
+        ),
+        "t5": lambda: tf.T5ForConditionalGeneration(
+            tf.T5Config(
+                d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=96,
+                dropout_rate=0.0,
+            )
+        ),
+    }  # fmt: skip
+    return kinds[family]().train()
+
+
+def _batch(family: str) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, 96, (ROWS, TOKENS)).astype(np.int32)
+    if family == "bert":
+        mask = (np.arange(TOKENS)[None] < rng.integers(4, TOKENS, ROWS)[:, None]).astype(np.int32)
+        labels = rng.integers(0, 3, ROWS).astype(np.int32)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    if family == "t5":
+        return {"input_ids": ids, "decoder_input_ids": ids[:, ::-1].copy(), "labels": ids}
+    positions = np.concatenate([np.arange(20), np.arange(TOKENS - 20)]).astype(np.int32)
+    segments = np.where(np.arange(TOKENS) < 20, 1, 2).astype(np.int32)
+    labels = ids.copy()
+    labels[:, :3] = -100
+    return {
+        "input_ids": ids, "labels": labels, "position_ids": np.tile(positions, (ROWS, 1)),
+        "segment_ids": np.tile(segments, (ROWS, 1)),
+    }  # fmt: skip
+
+
+def _loss(family: str, module: JaxModule, remat: str) -> Any:
+    if family == "bert":
+        return ClassificationLoss(
+            module=module, problem_type="single_label_classification", remat=remat,
+            model_inputs=("input_ids", "attention_mask"),
+        )  # fmt: skip
+    inputs = ("input_ids", "decoder_input_ids") if family == "t5" else ("input_ids", "position_ids")
+    return causal_loss(module, trainable=module.layout.trainable, remat=remat, model_inputs=inputs)
+
+
+def _step(family: str, module: JaxModule, remat: str) -> Any:
+    loss, buffers = _loss(family, module, remat), module.buffers()
+
+    def mean(trainable: Any, frozen: Any, batch: Any) -> Any:
+        sums = loss({**trainable, **frozen}, buffers, batch, rng=None, train=True)
+        return sums.loss / sums.weight
+
+    return jax.jit(jax.value_and_grad(mean))
+
+
+def collectives(text: str) -> list[tuple[str, int]]:
+    """(kind, elements of the result) of every collective in a compiled program."""
+    found = []
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    for line in text.splitlines():
+        match = re.search(rf"= (.*?) ({kinds})(?:-start)?\(", line)
+        alone = re.search(r"replica_groups=\{\{\d+\}(,\{\d+\})*\}", line)  # nothing is sent
+        if match and not alone:
+            shapes = re.findall(r"\w+\[([\d,]*)\]", match.group(1))
+            sizes = [int(np.prod([int(n) for n in s.split(",") if n] or [1])) for s in shapes]
+            found.append((match.group(2), sum(sizes)))
+    return found
+
+
+def run(case: str) -> dict[str, Any]:
+    family, axes, remat, *more = case.split("|")
+    model = _model(family)
+    if "lora" in more:
+        config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, config, autocast_adapter_dtype=False).get_base_model()
+    batch = _batch(family)
+    example = {
+        name: torch.from_numpy(value[:2].astype(np.int64))
+        for name, value in batch.items()
+        if name not in ("labels", "segment_ids")
+    }
+    module = to_jax(model, example)
+    trainable = module.layout.trainable
+
+    def split(params: Any) -> tuple[Any, Any]:
+        return (
+            {key: value for key, value in params.items() if key in trainable},
+            {key: value for key, value in params.items() if key not in trainable},
+        )
+
+    params = module.params()
+    want = _step(family, module, remat)(*split(params), batch)
+    config = MeshConfig.sized(axes)
+    mesh = make_mesh(config, jax.devices()[: config.size])
+    plans = plan_params(module, config)
+    layout = param_shardings(mesh, plans)
+    placed = {key: jax.device_put(value, layout[key]) for key, value in params.items()}
+    rows = put_batch(mesh, {name: value[None] for name, value in batch.items()})
+    rows = {name: value[0] for name, value in rows.items()}
+    step = _step(family, module.on_mesh(make_partition(mesh, plans)), remat)
+    compiled = step.lower(*split(placed), rows).compile()
+    got = compiled(*split(placed), rows)
+    largest = {key: float(jnp.abs(value).max()) for key, value in want[1].items()}
+    floor = 1e-2 * max(largest.values())  # below it float32 differences of large sums
+    gradient = max(
+        float(jnp.abs(np.asarray(got[1][key]) - np.asarray(value)).max()) / max(largest[key], floor)
+        for key, value in want[1].items()
+    )
+    return {
+        "case": case,
+        "loss": abs(float(got[0]) - float(want[0])) / float(want[0]),
+        "gradient": gradient,
+        "misplaced": [
+            key for key, g in got[1].items() if not g.sharding.is_equivalent_to(layout[key], g.ndim)
+        ],
+        "collectives": collectives(compiled.as_text()),
+        "trained": sum(params[key].size for key in trainable),
+        "frozen": sorted(params[key].size for key in params if key not in trainable),
+    }
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        print(json.dumps(run(each)), flush=True)

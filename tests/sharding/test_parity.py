@@ -1,0 +1,64 @@
+"""Loss and gradients on 8 pretended devices are those of one; the collectives are the expected."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FSDP, LORA = "llama|fsdp=4|full", "llama|fsdp=4|full|lora"
+CASES = [
+    FSDP,
+    LORA,
+    "llama|tensor=4,fsdp=2|none",
+    "llama|context=4,fsdp=2|none",
+    "gemma3|data=2,context=2,tensor=2|full",
+    "qwen3_moe|expert=4,fsdp=2|full",
+    "bert|data=2,fsdp=2,tensor=2|none",
+    "t5|fsdp=2,tensor=2|none",
+]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    flags = "--xla_force_host_platform_device_count=8"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    program = [sys.executable, str(Path(__file__).parent / "mesh_program.py"), *CASES]
+    done = subprocess.run(program, env=env, capture_output=True, text=True)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(CASES), done.stderr[-3000:]
+    return {each["case"]: each for each in found}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_one_device(results: Any, case: str) -> None:
+    found = results[case]
+    assert found["loss"] < 1e-6 and found["gradient"] < 1e-5
+    assert found["misplaced"] == []
+
+
+def _elements(found: Any, kind: str) -> list[int]:
+    return [size for each, size in found["collectives"] if each == kind]
+
+
+def test_fsdp_gathers_every_weight_once_a_pass(results: Any) -> None:
+    # Seven matrices a layer, gathered in the forward and again in the backward loop; the head once.
+    # What else is gathered are tokens, not weights.
+    matrices = {32 * 48, 32 * 32, 32 * 16}
+    gathered = [size for size in _elements(results[FSDP], "all-gather") if size in matrices]
+    assert len(gathered) == 2 * 7
+    assert _elements(results[FSDP], "all-gather").count(96 * 32) == 1
+
+
+def test_lora_sums_gradients_of_the_adapter_only(results: Any) -> None:
+    found = results[LORA]
+    summed = _elements(found, "all-reduce") + _elements(found, "reduce-scatter")
+    assert sum(summed) <= 1.1 * found["trained"]
+    # The full run sums the gradients of all weights: the bound above is not empty.
+    full = results[FSDP]
+    assert sum(_elements(full, "all-reduce") + _elements(full, "reduce-scatter")) > 5_000

@@ -1,0 +1,48 @@
+"""Bytes by cause add up to what the compiler counts, and the advice names the largest causes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tiny
+
+from headrace import SFTConfig, SFTTrainer
+from headrace.train.memory import MemoryCauses, local_bytes
+
+
+def test_causes_are_the_arrays_of_the_run_and_the_compilers_sum(tmp_path: Path) -> None:
+    config = SFTConfig(
+        output_dir=str(tmp_path), max_length=32, per_device_train_batch_size=4,
+        compilation_cache_dir=None,
+    )  # fmt: skip
+    rows, tokens = tiny.text_rows(16), tiny.tokenizer()
+    trainer = SFTTrainer(tiny.llama(), config, train_dataset=rows, processing_class=tokens)
+    lines = trainer.memory()
+    assert "optimizer" in lines[0] and "gradients" in lines[0]
+    assert trainer._programs is not None
+    causes = trainer._programs.memory(trainer.train_state)
+    assert causes is not None
+    weights = sum(p.numel() for p in tiny.llama().parameters()) * 4
+    assert causes.trainable == weights and causes.frozen == 0
+    assert 2 * weights <= causes.optimizer <= 2 * weights + 64
+    arguments = causes.frozen + causes.trainable + causes.optimizer + causes.other
+    # Donated state is counted once; outputs beside it are a few metrics.
+    assert arguments + causes.temporary <= causes.peak <= arguments + causes.temporary + 4096
+
+
+def test_advice_names_three_changes_the_largest_first() -> None:
+    causes = MemoryCauses(
+        frozen=10, trainable=100, optimizer=200, other=1, gradients=100, temporary=1100, peak=2000
+    )
+    found = causes.advice(rows=8, length=512, remat="none", lora=False, devices=4)
+    assert len(found) == 3
+    text = " ".join(found)
+    assert "per_device_train_batch_size: 4" in text and "activation_checkpointing: full" in text
+    tight = causes.advice(rows=1, length=512, remat="full", lora=True, devices=4)
+    assert len(tight) == 3 and "max_length: 256" in tight[0]
+
+
+def test_local_bytes_of_numpy_like_trees() -> None:
+    import jax.numpy as jnp
+
+    assert local_bytes({"a": jnp.zeros((3, 4), jnp.bfloat16), "b": [jnp.zeros(2)]}) == 24 + 8

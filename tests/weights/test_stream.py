@@ -1,0 +1,141 @@
+"""Streamed weights equal from_pretrained's; what is wrong with files is listed at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+from headrace.bridge.dtypes import tensor_to_numpy
+from headrace.errors import CheckpointError
+from headrace.train.streaming import save_streamed
+from headrace.weights import load_stored, meta_model, open_stream
+from headrace.weights.files import find_weights, read_parts
+
+TINY: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def _saved(model: Any, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def _stored(folder: Path, meta: Any, stacked: dict[str, tuple[str, ...]]) -> dict[str, np.ndarray]:
+    stream = open_stream(folder, meta)
+    stream.check()
+    parameters = dict(meta.named_parameters())
+    in_stacks = {name for names in stacked.values() for name in names}
+    keys = {name: (name,) for name in parameters if name not in in_stacks} | stacked
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    dtypes = {
+        key: tensor_to_numpy(torch.empty(0, dtype=parameters[names[0]].dtype)).dtype
+        for key, names in keys.items()
+    }
+    found = load_stored(stream, keys, dict.fromkeys(keys, place), dtypes)
+    return {key: np.asarray(value) for key, value in found.items()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_values_are_those_of_from_pretrained(tmp_path: Path, tied: bool) -> None:
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, tie_word_embeddings=tied))
+    folder = _saved(model.to(torch.bfloat16), tmp_path, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) >= 2
+    names = tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(2))
+    found = _stored(folder, meta_model(folder), {"stack": names})
+    stock = tf.LlamaForCausalLM.from_pretrained(folder, dtype="auto")
+    want = {n: tensor_to_numpy(p) for n, p in stock.named_parameters()}
+    np.testing.assert_array_equal(found.pop("stack"), np.stack([want.pop(n) for n in names]))
+    assert set(found) == set(want)
+    for name, value in want.items():
+        assert found[name].dtype == value.dtype
+        np.testing.assert_array_equal(found[name], value)
+
+
+def test_experts_saved_one_by_one_are_put_together(tmp_path: Path) -> None:
+    config = tf.Qwen3MoeConfig(
+        **TINY, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    model = tf.Qwen3MoeForCausalLM(config)
+    folder = _saved(model, tmp_path)
+    on_disk = load_file(folder / "model.safetensors")
+    assert any("experts.3.gate_proj" in name for name in on_disk)
+    found = _stored(folder, meta_model(folder), {})
+    for name, value in model.named_parameters():
+        np.testing.assert_array_equal(found[name], value.detach().numpy())
+
+
+def test_parts_are_read_by_range(tmp_path: Path) -> None:
+    value = torch.arange(6 * 8 * 4, dtype=torch.float32).reshape(6, 8, 4)
+    save_file({"x": value, "scalar": torch.tensor(3.0)}, tmp_path / "model.safetensors")
+    entries = find_weights(tmp_path)
+    part = (slice(2, 5), slice(None), slice(1, 3))
+    rows = (slice(0, 2), slice(4, 8), slice(None))
+    first, second = read_parts(entries["x"], [part, rows])
+    np.testing.assert_array_equal(first, value.numpy()[part])
+    np.testing.assert_array_equal(second, value.numpy()[rows])
+    assert read_parts(entries["scalar"], [()])[0] == 3.0
+
+
+def test_everything_wrong_with_the_files_is_listed(tmp_path: Path) -> None:
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY))
+    folder = _saved(model, tmp_path, max_shard_size="15KB")
+    files = sorted(folder.glob("model-*.safetensors"))
+    files[0].unlink()
+    content = files[1].read_bytes()
+    files[1].write_bytes(content[:-10])
+    files[2].write_bytes(b"\x05")
+    with pytest.raises(CheckpointError) as error:
+        find_weights(folder)
+    text = str(error.value)
+    for part in (f"{files[0].name} is missing", f"{files[1].name} is cut off", "not safetensors"):
+        assert part in text
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="not a safetensors index"):
+        find_weights(folder)
+    with pytest.raises(CheckpointError, match="neither"):
+        find_weights(tmp_path / "elsewhere")
+
+
+def test_missing_extra_and_misshaped_tensors_are_listed(tmp_path: Path) -> None:
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY))
+    folder = _saved(model, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 3)
+    tensors["stranger"] = torch.zeros(2)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as error:
+        open_stream(folder, meta_model(folder)).check()
+    text = str(error.value)
+    assert "missing: model.norm.weight" in text and "extra: stranger" in text
+    assert "mis-shaped: model.layers.0.mlp.up_proj.weight is [3, 3]" in text
+
+
+def test_saved_shards_load_in_stock_transformers(tmp_path: Path) -> None:
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY)).to(torch.bfloat16)
+    values = {n: tensor_to_numpy(p) for n, p in model.named_parameters()}
+    names = tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(2))
+    stored = {"stack": np.stack([values[n] for n in names])}
+    stored |= {n: v for n, v in values.items() if n not in names}
+    keys = {"stack": names} | {n: (n,) for n in values if n not in names}
+    dtypes = {key: stored[key].dtype for key in keys}
+    files = save_streamed(tmp_path, stored, keys, dtypes, max_shard_bytes=20_000)
+    model.config.save_pretrained(tmp_path)
+    assert len(files) > 1
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    back = tf.LlamaForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    for (name, value), (_, other) in zip(
+        model.named_parameters(), back.named_parameters(), strict=True
+    ):
+        assert torch.equal(value, other), name
