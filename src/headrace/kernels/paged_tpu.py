@@ -12,30 +12,43 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from headrace.errors import ConfigError
 from headrace.kernels.paged import PagedRows, PagedShape
 
 LANES = 128
 
 
-def ragged_obstacles(shape: PagedShape) -> list[str]:
-    """Why the kernel cannot hold this cache; empty when it can."""
+def ragged_obstacles(shape: PagedShape, num_heads: int) -> list[str]:
+    """Why the kernel cannot serve this cache with so many query heads; empty when it can."""
     found: list[str] = []
     if shape.key_size != shape.value_size:
         found.append(f"key size {shape.key_size} and value size {shape.value_size} differ")
     if shape.page_size % 16:
         found.append(f"page size {shape.page_size} is no multiple of 16")
+    # The kernel's own rule for heads a block (get_min_heads_per_blk), and Pallas' rule that a
+    # block of heads is all of them or a multiple of eight.
+    packing = max(1, 4 // shape.dtype.itemsize)
+    both = 2 * shape.num_kv_heads
+    if not _tiles(both, packing):
+        found.append(f"{shape.num_kv_heads} key/value heads in {shape.dtype} do not fill tiles")
+        return found
+    block = 8 * packing if both % (8 * packing) == 0 else both
+    heads = block // 2 * (num_heads // shape.num_kv_heads)
+    if _tiles(heads, packing) and heads != num_heads and heads % 8:
+        found.append(f"{num_heads} query heads in {shape.dtype} do not split into blocks of eight")
     return found
+
+
+def _tiles(heads: int, packing: int) -> bool:
+    rows, rest = divmod(heads, packing)
+    return rest == 0 and (rows in (1, 2, 4, 8) or rows % 8 == 0)
 
 
 def empty_ragged_pages(shape: PagedShape) -> tuple[Array, ...]:
     """One array of zeros [layers*P, S, 2K, H padded]."""
-    obstacles = ragged_obstacles(shape)
-    if obstacles:
-        raise ConfigError("the TPU kernel cannot hold this cache: " + "; ".join(obstacles))
     wide = -(-shape.key_size // LANES) * LANES
     pages = shape.layers * shape.num_pages
     return (jnp.zeros((pages, shape.page_size, 2 * shape.num_kv_heads, wide), shape.dtype),)
@@ -71,6 +84,12 @@ def ragged_attention(
     firsts = jnp.maximum(rows.positions_T[starts[:-1]], 0)
     lengths = firsts + jnp.where(jnp.arange(D + blocks) < D, 1, block)
     kernel: Any = ragged_paged_attention
+    sizes: dict[str, int] = {}
+    if jax.default_backend() != "tpu":  # compiling ahead of time: the kernel's table asks a device
+        sizes = {
+            "num_kv_pages_per_block": min(rows.tables_RM.shape[1], max(1, 256 // size)),
+            "num_queries_per_block": 32,
+        }
     out = kernel(
         _widen(q_TNH, wide).astype(kv.dtype),
         kv,
@@ -81,6 +100,7 @@ def ragged_attention(
         sm_scale=scale,
         sliding_window=window,
         soft_cap=softcap,
+        **sizes,
     )
     return out[..., :head].astype(q_TNH.dtype), (kv,)
 

@@ -397,7 +397,7 @@ def choose_forms(entries: list[CacheEntry], shapes: Shapes) -> dict[str, PagedFo
     forms: dict[str, PagedForm] = {}
     for entry in entries:
         shape = entry.shape(num_pages=shapes.num_pages, page_size=shapes.page_size)
-        fits = not ragged_obstacles(shape) and not entry.has_sinks
+        fits = not ragged_obstacles(shape, entry.num_heads) and not entry.has_sinks
         forms[entry.name] = "ragged" if jax.default_backend() == "tpu" and fits else "gather"
     return forms
 

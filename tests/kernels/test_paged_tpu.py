@@ -1,0 +1,101 @@
+"""The TPU form compiled by the real TPU compiler, with no TPU present."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from headrace.kernels.attention import target_platform
+from headrace.kernels.paged import PagedRows, PagedShape, empty_pages, paged_attention
+from headrace.kernels.paged_tpu import ragged_obstacles
+
+DECODE, BLOCKS, BLOCK, PAGES_A_ROW, PAGES = 8, 2, 32, 16, 64
+
+
+@pytest.fixture(scope="module")
+def tpu_mesh() -> Mesh:
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+    return Mesh(np.array(devices[:1]), ("x",))
+
+
+def _shape(kv_heads: int, size: int, dtype: Any) -> PagedShape:
+    return PagedShape(
+        layers=2,
+        num_pages=PAGES,
+        page_size=32,
+        num_kv_heads=kv_heads,
+        key_size=size,
+        value_size=size,
+        dtype=jnp.dtype(dtype),
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "dtype", "window", "softcap", "fits"),
+    [
+        (32, 8, 128, jnp.bfloat16, None, None, True),
+        (8, 1, 256, jnp.bfloat16, 512, 30.0, True),
+        (32, 4, 64, jnp.float32, None, None, True),
+        (8, 8, 64, jnp.float32, None, None, False),
+        (12, 12, 64, jnp.bfloat16, None, None, False),
+    ],
+)
+def test_what_fits_compiles_and_what_does_not_is_known(
+    tpu_mesh: Mesh,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    dtype: Any,
+    window: int | None,
+    softcap: float | None,
+    fits: bool,
+) -> None:
+    shape = _shape(kv_heads, size, dtype)
+    assert (not ragged_obstacles(shape, heads)) == fits
+    tokens = DECODE + BLOCKS * BLOCK
+    where = NamedSharding(tpu_mesh, PartitionSpec())
+
+    def array(size: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(size, kind, sharding=where)
+
+    def step(pages: Any, q: Any, k: Any, v: Any, at: Any, slots: Any, tables: Any) -> Any:
+        rows = PagedRows(
+            positions_T=at, slots_T=slots, tables_RM=tables, num_decode=DECODE, block=BLOCK
+        )
+        return paged_attention(
+            pages,
+            q,
+            k,
+            v,
+            rows,
+            scale=0.1,
+            window=window,
+            softcap=softcap,
+            first_page=PAGES,
+            form="ragged",
+        )
+
+    pages = jax.eval_shape(lambda: empty_pages(shape, "ragged"))
+    arguments = (
+        tuple(array(p.shape, p.dtype) for p in pages),
+        array((tokens, heads, size), dtype),
+        array((tokens, kv_heads, size), dtype),
+        array((tokens, kv_heads, size), dtype),
+        array((tokens,), jnp.int32),
+        array((tokens,), jnp.int32),
+        array((DECODE + BLOCKS, PAGES_A_ROW), jnp.int32),
+    )
+    with target_platform("tpu"), jax.set_mesh(tpu_mesh):
+        lower = jax.jit(step, donate_argnums=0).lower
+        if fits:
+            assert "custom-call" in lower(*arguments).compile().as_text()
+        else:
+            with pytest.raises(ValueError, match=r"tiled|divisible"):
+                lower(*arguments).compile()
