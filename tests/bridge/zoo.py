@@ -196,6 +196,8 @@ def build(task: str, model_type: str) -> tuple[nn.Module, Inputs]:
     config = tiny(config_class(class_name, model_type))
     config.num_labels = 3
     config.use_cache = False
+    if task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
     kind = getattr(transformers, class_name)
     if task == "causal-lm" and hasattr(config, "is_decoder"):
         config.is_decoder = config.model_type != "moshi" and not config.is_encoder_decoder
@@ -221,7 +223,8 @@ def inputs(task: str, model_type: str, model: nn.Module) -> Inputs:
             "labels": torch.tensor([1, 2, 0]),
         }
     else:
-        made = _text(task)
+        causal = task == "seq2seq-lm" and not getattr(model.config, "is_encoder_decoder", False)
+        made = _text("causal-lm" if causal else task)
     made |= INPUT_HINTS.get(f"{task}/{model_type}", INPUT_HINTS.get(model_type, lambda _m: {}))(
         model
     )

@@ -87,6 +87,7 @@ def _pixels(model: Any) -> dict[str, Any]:
 
 
 INPUT_HINTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "seq2seq-lm/fsmt": lambda _: {"labels": torch.randint(8, 70, (2, 12))},
     "causal-lm/git": _pixels,
     "image-classification/imagegpt": lambda _: {"input_ids": torch.randint(0, 90, (3, 12))},
     "image-classification/siglip2": _siglip2,

@@ -162,6 +162,7 @@ def _export(
                 _named_arguments(module, kwargs),
                 _tracing(),
                 _ParameterData(notes),
+                _own_backward(notes),
             ):
                 shapes = _dynamic_shapes(module, args, kwargs) if use_dynamic else None
                 exported = torch.export.export(
@@ -267,6 +268,32 @@ class _ConstantDraws(TorchFunctionMode):
             self._draws.add(id(result))
             self._keep.append(result)
         return result
+
+
+@contextlib.contextmanager
+def _own_backward(notes: list[str]) -> Generator[None]:
+    """Note every `torch.autograd.Function` that the forward applies.
+
+    The graph has its forward only, so JAX differentiates that: right where the function's backward
+    is the derivative, wrong where it is meant to be something else.
+    """
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def noted(cls: type, *args: Any, **kwargs: Any) -> Any:
+        note = (
+            f"{cls.__name__} has a backward of its own (torch.autograd.Function), which is not in "
+            f"the graph: the gradient is that of its forward; compare it with hr.check"
+        )
+        if note not in notes:
+            notes.append(note)
+            log.warning(note)
+        return apply.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(noted)  # pyright: ignore
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply
 
 
 class _ParameterData(TorchFunctionMode):
