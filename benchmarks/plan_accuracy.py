@@ -115,7 +115,8 @@ def subject(run: Published) -> Any:
 
     settings: dict[str, Any] = {"model_name_or_path": str(MODELS / run.model), "dtype": "bfloat16"}
     if run.lora:
-        settings |= {"use_peft": True, "lora_r": run.lora, "lora_dropout": 0.0}
+        settings |= {"use_peft": True, "lora_r": run.lora}
+        settings["lora_dropout"] = 0.05 if run.paper else 0.0
     return read_subject(TrainConfig(**settings))
 
 

@@ -30,9 +30,9 @@ needs_compiler = pytest.mark.skipif(
 DATA = {"dataset_rows": 10_000, "dataset_mean_tokens": 400}
 
 
-def llama(folder: Path, *, hidden: int = 256) -> str:
+def llama(folder: Path) -> str:
     config = LlamaConfig(
-        vocab_size=1024, hidden_size=hidden, intermediate_size=512, num_hidden_layers=5,
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=5,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=4096,
         dtype="bfloat16",
     )  # fmt: skip
@@ -209,10 +209,9 @@ def test_a_stretched_capture_lowers_to_the_same_program(tmp_path, monkeypatch):
 
 @needs_compiler
 def test_compiled_memory_is_the_compilers_own(tmp_path):
-    # wide enough that what layers keep lies in HBM, not in on-chip memory
-    config = recipe(llama(tmp_path, hidden=1024), lora_target_modules=".*q_proj")
+    config = recipe(llama(tmp_path), lora_target_modules=".*q_proj")
     captured = program.capture_model(config)
-    candidate = Candidate(slice_name="v5e-4", mesh={"fsdp": 4}, batch_size=512, length=64)
+    candidate = Candidate(slice_name="v5e-1", batch_size=8, length=64)
     compiled = program.lower_step(captured, candidate).lowered.compile()
     stats = compiled.memory_analysis()
     report = compile_candidate(captured, candidate)
@@ -225,11 +224,9 @@ def test_compiled_memory_is_the_compilers_own(tmp_path):
     )
     assert report["fits"]
     assert report["hbm_bytes_per_chip"] == pytest.approx(total, rel=0.01)
-    kept = 5 * 512 * 64 * 1024 * 2  # layers x rows x tokens x hidden x bfloat16: inputs of layers
-    assert report["memory"]["activations kept"] == kept
     trained = captured.num_trainable
-    assert 0 < report["memory"]["trained weights (float32)"] < 4 * trained
-    assert report["memory"]["optimizer"] >= 2 * report["memory"]["trained weights (float32)"]
+    assert report["memory"]["trained weights (float32)"] == 4 * trained
+    assert report["memory"]["optimizer"] == pytest.approx(8 * trained, rel=0.001)
     assert report["seconds"] > report["device_flops"] / 197e12
 
 

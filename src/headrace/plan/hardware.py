@@ -41,6 +41,7 @@ class Chip:
     host_bandwidth: float
     clock_hz: float = 0.0
     devices_per_chip: int = 1
+    tensorcores: int = 1  # of a device
     cores_per_chip: int = 1  # as slice names count them
     topology_prefix: str = ""
     chip_config_name: str = ""
@@ -79,6 +80,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
         for chip in (
             _tpu(
                 "v4", 275, 1230, 31.75, 45, links=6, clock_hz=1.05e9, cores_per_chip=2,
+                tensorcores=2,
                 topology_prefix="v4", chip_config_name="megacore", wraps_at="multiples of 4",
             ),
             _tpu(
@@ -87,6 +89,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
             ),
             _tpu(
                 "v5p", 459, 2765, 95.74, 90, links=6, clock_hz=1.75e9, cores_per_chip=2,
+                tensorcores=2,
                 topology_prefix="v5p", wraps_at="multiples of 4",
             ),
             _tpu(

@@ -8,7 +8,8 @@ that comes too early makes the TensorCore wait. Loops are walked once and multip
 Times of single instructions:
   matmul fusions       the compiler's own cycles over the clock
   other fusions        HBM bytes over 85 % of the data-sheet bandwidth, or the cycles when fewer
-                       (the compiler's cycles for streaming work are 2 to 12 times too many)
+                       (the compiler's cycles for streaming work are 2 to 12 times too many);
+                       not less than the vector unit needs for their arithmetic
   attention kernels    visible blocks x matmuls of the kernel over a measured share of the peak
   collectives          bytes over the links the algorithm uses, plus 1 us a hop
 Why not XLA's own cost analysis: it counts a loop once, gives kernels nothing, prices a collective
@@ -48,6 +49,23 @@ _FREE = frozenset(
         "optimization-barrier",
     )
 )  # fmt: skip
+_LANES = 8 * 128 * 4  # vector lanes x arithmetic units of a TensorCore
+_VECTOR_WORK: Mapping[str, float] = {
+    **dict.fromkeys(
+        (
+            "add", "subtract", "multiply", "maximum", "minimum", "negate", "abs", "select", "and",
+            "or", "xor", "not", "compare", "clamp", "convert", "shift-left", "shift-right-logical",
+            "shift-right-arithmetic", "round-nearest-even", "floor",
+        ),
+        1.0,
+    ),
+    **dict.fromkeys(("divide", "rsqrt", "sqrt", "remainder"), 4.0),
+    **dict.fromkeys(
+        ("exponential", "exponential-minus-one", "log", "log-plus-one", "tanh", "logistic", "power",
+         "sine", "cosine", "erf"),
+        8.0,
+    ),
+}  # fmt: skip
 ATTENTION_SHARES: Mapping[str, tuple[float, float]] = {
     "v4": (0.55, 0.50),
     "v5e": (0.55, 0.50),
@@ -369,6 +387,8 @@ class _Replay:
         flops = matmul_flops(self.module, computation.name, each) if each.is_matmul else 0.0
         on_chip, hbm_bytes = self.traffic(computation, each)
         seconds = self._tensorcore_seconds(each, flops, hbm_bytes, on_chip)
+        if not flops:
+            seconds = max(seconds, self._vector_seconds(each))
         bound: Bound = "HBM"
         if flops / self.chip.flops > hbm_bytes / self.chip.hbm_bandwidth:
             bound = "compute"
@@ -396,6 +416,20 @@ class _Replay:
         if each.is_matmul and flops:
             return cycles or max(flops / self.chip.flops, streaming)
         return min(streaming, cycles) if cycles else streaming
+
+    def _vector_seconds(self, each: Instruction) -> float:
+        """The vector unit's time for a fusion's own arithmetic, which bounds random numbers and
+        transcendentals; never more than the compiler's cycles."""
+        inside = self.module.computations.get(each.called or "") if each.op == "fusion" else None
+        if inside is None:
+            return 0.0
+        operations = sum(
+            _VECTOR_WORK.get(inner.op, 0.0) * math.prod(inner.shapes[0].sizes)
+            for inner in self.module.walk(inside.name)
+            if inner.op in _VECTOR_WORK and inner.shapes
+        )
+        seconds = operations / (self.chip.clock_hz * _LANES * self.chip.tensorcores)
+        return min(seconds, each.cycles / self.chip.clock_hz) if each.cycles else seconds
 
     def _work(
         self, part: str, seconds: float, bound: Bound, lane: _Lane, times: float, flops: float,
