@@ -266,9 +266,7 @@ def main() -> None:
             for kind, reports in found.items()
         }
         for kind, (rate, ttft) in medians.items():
-            print(
-                f"{kind:<13} median of {args.rounds}: {rate:.1f} output tokens/s, ttft {ttft:.1f} ms"
-            )
+            print(f"{kind:<13} median: {rate:.1f} output tokens/s, ttft p50 {ttft:.1f} ms")
         if "transformers" in medians:
             (a, x), (b, y) = medians["headrace"], medians["transformers"]
             print(f"output tokens/s: {a / b:.2f} times the peer's; ttft: {x / y:.2f} of the peer's")

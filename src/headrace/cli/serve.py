@@ -62,6 +62,19 @@ def serve(
         str | None,
         typer.Option("--compilation-cache", help="Folder for compiled programs; '' for none."),
     ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="headrace serves here; vllm prepares a hand-over.")
+    ] = "headrace",
+    slice_name: Annotated[
+        str, typer.Option("--slice", help="With --engine vllm: the TPU slice, such as v6e-8.")
+    ] = "v6e-8",
+    output: Annotated[
+        str | None, typer.Option("--output", help="With --engine vllm: the merged model's folder.")
+    ] = None,
+    check: Annotated[
+        str | None,
+        typer.Option("--check", help="With --engine vllm: compare a running server."),
+    ] = None,
     trust_remote_code: Annotated[bool, shared.TRUST] = False,
 ) -> int:
     """Serve a model or what was just trained: headrace serve out/reminders
@@ -70,6 +83,11 @@ def serve(
     adapter folder is served as an adapter on its base: both have a model id.
     """
     from headrace.errors import ConfigError
+
+    if engine not in ("headrace", "vllm"):
+        raise ConfigError(f"--engine {engine!r} is not known; it is headrace or vllm")
+    if engine == "vllm":
+        return _vllm(model, base, slice_name, output, check, max_model_len, dtype)
     from headrace.serve.api import ServerOptions, run_server
     from headrace.weights import find_adapter
 
@@ -120,3 +138,37 @@ def serve(
         typer.echo(f"ready on {url}  (playground: {url}/  API: {url}/v1)")
 
     return run_server(running, options, on_start=show)
+
+
+# Held-out text of several kinds, for comparing two engines on one model.
+PROBES = (
+    "The quick brown fox jumps over the lazy dog while the rain keeps falling on the old roof.",
+    "def add(a, b):\n    return a + b\n\nassert add(2, 3) == 5\n",
+    "In 1969 two people walked on the moon; about 600 million people watched them.",
+    '{"name": "Ada", "year": 1843, "tags": ["engine", "notes"]}',
+)
+
+
+def _vllm(
+    model: str,
+    base: str | None,
+    slice_name: str,
+    output: str | None,
+    check: str | None,
+    max_model_len: int | None,
+    dtype: str,
+) -> int:
+    from headrace.serve.vllm import check_parity, prepare
+
+    if check is None:
+        handover = prepare(
+            model, output, slice_name=slice_name, base=base, max_model_len=max_model_len
+        )
+        typer.echo(str(handover))
+        return 0
+    options = {"base": base, "dtype": dtype, "max_num_seqs": 1, "warm_up": False}
+    with shared.start_engine(model, {}, options, quiet=True) as running:
+        names = running.adapters.names
+        parity = check_parity(running, check, PROBES, adapter=names[0] if names else None)
+    typer.echo(str(parity))
+    return 0
