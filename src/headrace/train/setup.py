@@ -132,6 +132,7 @@ def build_run(
     report: AdapterReport | None = None
     wanted = adapter_config or peft_config(config)
     if wanted is not None:
+        torch.manual_seed(config.seed)  # however the weights came: an adapter starts the same
         torch_model, report = apply_lora(torch_model, wanted, task_type=objective.task_type)
         start_adapter(torch_model)
     # PEFT's wrapper only forwards, through **kwargs that hide the inputs' names: capture what it
