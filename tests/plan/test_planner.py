@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, Gemma3Tex
 from headrace.cli.app import run
 from headrace.config import TrainConfig, load_config
 from headrace.errors import ConfigError
-from headrace.plan import program
+from headrace.plan import planner, program
 from headrace.plan.advice import smallest_changes
 from headrace.plan.cache import request_key
 from headrace.plan.candidate import Candidate, check_mesh
@@ -249,6 +249,39 @@ def test_the_command_compiles_once(tmp_path, capsys, monkeypatch):
     page = (tmp_path / "page.html").read_text()
     assert "v5e-1" in page
     assert "http" not in page.replace("http-equiv", "")  # nothing is loaded from elsewhere
+
+
+def test_tables_fit_a_terminal(tmp_path, capsys):
+    model = llama(tmp_path / "model")
+    picture = tmp_path / "plan.png"
+    words = ["plan", "--model_name_or_path", model, "--use_peft", "true", "--no-compile"]
+    words += ["--plan", "{dataset_rows: 10000, dataset_mean_tokens: 100}"]
+    assert run([*words, "--slice", "v5e-8", "--explain"]) == 0
+    one = capsys.readouterr().out
+    assert run([*words, "--search", "--picture", str(picture)]) == 0
+    table = capsys.readouterr().out
+    explained = one.index("Where the numbers come from")
+    assert max(len(line) for line in [*one[:explained].splitlines(), *table.splitlines()]) <= 100
+    assert "NOT COMPILED" in one
+    assert "v5p-128" in table
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_compiler_the_reason_is_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(planner, "compiler_obstacle", lambda: "libtpu is not installed")
+    plan = make_plan(recipe(llama(tmp_path)), "v5e-4")
+    assert not plan.compiled
+    assert plan.as_json()["not_compiled_because"] == "libtpu is not installed"
+    gpu = make_plan(recipe(llama(tmp_path)), "h100-2")
+    assert "not compiled ahead of time" in gpu.why_not
+
+
+def test_what_does_not_fit_leaves_with_three(tmp_path, capsys):
+    model = llama(tmp_path / "model")
+    words = ["plan", "--model_name_or_path", model, "--no-compile", "--slice", "v5e-1"]
+    words += ["--per_device_train_batch_size", "4096", "--max_length", "4096"]
+    assert run(words) == 3
+    assert "Smallest changes that make it fit" in capsys.readouterr().out
 
 
 def test_a_dataset_at_hand_is_measured(monkeypatch):
