@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,24 @@ def test_what_changes_a_program_changes_its_key(tmp_path: Path) -> None:
     assert key() == seen[-1]
     model[0].hook = lambda: None  # what it does cannot be compared
     assert cache.capture_key(model, x, {}, {}) is None
+
+
+KEY_OF_A_LLAMA = """
+import sys, torch
+sys.path.insert(0, "tests/bridge")
+from families import build
+from headrace.bridge.cache import capture_key
+model, inputs = build("llama")
+print(capture_key(model, (), inputs, {}))
+"""
+
+
+def test_the_key_is_the_same_in_another_process() -> None:
+    model, inputs = build("llama")
+    here = cache.capture_key(model, (), inputs, {})
+    command = [sys.executable, "-c", KEY_OF_A_LLAMA]
+    there = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert there.stdout.split() == [here]
 
 
 def test_adapters_are_kept_too_and_damaged_files_are_not_read(

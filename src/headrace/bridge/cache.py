@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 _VARIABLE = "HEADRACE_CAPTURE_CACHE"
 _PACKAGES = ("torch", "transformers", "peft", "sympy")
+# Attributes that the key has in another form, or that no forward reads.
+_ELSEWHERE = ("_parameters", "_buffers", "_modules", "config", "training", "generation_config")
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, AssertionError, SafetensorError)
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -106,7 +108,7 @@ def _described(leaf: Any) -> Any:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in sorted(vars(module).items()):
-        if name in ("_parameters", "_buffers", "_modules", "config", "training"):
+        if name in _ELSEWHERE:
             continue
         if name.startswith(("_forward", "_backward", "_state_dict", "_load_state_dict")):
             continue

@@ -34,6 +34,7 @@ from headrace.bridge.passes.head import Head, split_head
 from headrace.bridge.passes.roll import roll_layers
 from headrace.bridge.passes.simplify import simplify
 from headrace.bridge.program import Input, Program, run_pass
+from headrace.bridge.step.ownership import make_current
 from headrace.errors import CaptureError
 from headrace.kernels.partition import Partition
 
@@ -113,6 +114,7 @@ class JaxModule:
 
     def _values(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> dict[str, Array]:
         names = [n for group in layout.keys.values() for n in group]
+        make_current([tensors[n] for n in names])
         meta = [n for n in names if tensors[n].is_meta]
         if meta:
             raise CaptureError(

@@ -145,6 +145,7 @@ class CompiledStep:
         self._grads: tuple[str, ...] = ()
         self._counters: list[float] = []
         self._tensors: list[torch.Tensor] = []
+        self._params: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._fresh: list[tuple[int, torch.Tensor]] = []
         self._dirty = False
@@ -209,7 +210,7 @@ class CompiledStep:
             spec,
             tuple([_signature(leaf) for leaf in leaves]),
             tuple(map(_TRAINING, self._inventory.modules)),
-            tuple(map(_REQUIRES_GRAD, self._tensors)),
+            tuple(map(_REQUIRES_GRAD, self._params)),
             static_settings(self._optimizers),
             self._surroundings.values(),
             len(self._inventory.slots),
@@ -312,6 +313,7 @@ class CompiledStep:
         self._inventory = take_inventory(self._models, self._optimizers, splits=splits)
         self._live, self._arrays = None, {}
         self._tensors = [s.tensor for s in self._inventory.slots]
+        self._params = self._tensors[: self._inventory.num_params]
         self._versions = list(map(_VERSION, self._tensors))
         self._counters = [n.read() for n in self._inventory.numbers if n.tensors]
         self._grads = tuple(s.name for s in self._inventory.params if s.tensor.grad is not None)
