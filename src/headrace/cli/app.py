@@ -43,7 +43,7 @@ ANY_FIELD = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
     name="headrace",
-    help="Fine-tune and evaluate unmodified Hugging Face models through JAX/XLA.",
+    help="Fine-tune, evaluate and serve unmodified Hugging Face models through JAX/XLA.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

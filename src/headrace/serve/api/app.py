@@ -9,8 +9,6 @@ import asyncio
 import hmac
 import ipaddress
 import logging
-import os
-import signal
 import sys
 import threading
 import time
@@ -328,8 +326,3 @@ def _server_class() -> Any:
 
 def _Server(*args: Any) -> Any:
     return _server_class()(*args)
-
-
-def terminate_self() -> None:
-    """Send this process SIGTERM (tests)."""
-    os.kill(os.getpid(), signal.SIGTERM)

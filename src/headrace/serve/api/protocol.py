@@ -238,25 +238,6 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class EmbeddingRequest(BaseModel):
-    """POST /v1/embeddings."""
-
-    model_config = Strict
-    model: str | None = None
-    input: str | list[str] | list[int] | list[list[int]]
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
-    user: str | None = None
-
-
-class ClassifyRequest(BaseModel):
-    """POST /classify."""
-
-    model_config = Strict
-    model: str | None = None
-    input: str | list[str]
-
-
 class TokenizeRequest(BaseModel):
     """POST /tokenize: a prompt, or messages of a chat."""
 
