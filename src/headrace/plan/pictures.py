@@ -14,7 +14,7 @@ def pareto_png(plans: Sequence[Plan]) -> bytes:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     whole = all(p.hours is not None for p in plans)
     figure, axes = pyplot.subplots(figsize=(7, 4.5), dpi=120)
@@ -31,6 +31,10 @@ def pareto_png(plans: Sequence[Plan]) -> bytes:
                       textcoords="offset points")  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_formatter(ticker.NullFormatter())
     axes.set_xlabel("hours" if whole else "hours a million real tokens")
     axes.set_ylabel("usd" if whole else "usd a million real tokens")
     axes.set_title("Plans (filled: compiled, open: analytic)", fontsize=9)
