@@ -26,6 +26,7 @@ from torch.export.graph_signature import OutputKind
 from torch.overrides import TorchFunctionMode
 
 from headrace.bridge.attention import attention_as_operator, without_cache
+from headrace.bridge.ops.decompositions import exporter_table
 from headrace.bridge.ops.registry import lookup
 from headrace.bridge.program import Input, Output, PassRecord, Program
 from headrace.errors import CaptureError
@@ -390,12 +391,7 @@ def _decompositions(exported: torch.export.ExportedProgram) -> dict[Any, Any]:
         if lookup(op) is None and not op._schema.is_mutable and op.namespace in ("aten", "prims")
     }
     missing.discard(torch.ops.aten.sym_size.int)  # the lowering reads sizes itself
-    if not missing:
-        return {}
-    # Only the core table: PyTorch's further decompositions end in `prims`, which alias their
-    # inputs.
-    known: dict[Any, Any] = dict(torch.export.default_decompositions().items())
-    return {op: known[op] for op in missing if op in known}
+    return dict(exporter_table(missing)) if missing else {}
 
 
 def _program(

@@ -13,7 +13,7 @@ Does not know: rules, JAX.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,16 @@ def decomposition(op: OpOverload) -> Callable[..., Any] | None:
     if op.namespace == "prims":
         return getattr(op, "impl_aten", None)
     return core_aten_decompositions().get(op) or decomposition_table.get(op)
+
+
+def exporter_table(ops: Iterable[OpOverload]) -> dict[OpOverload, Callable[..., Any]]:
+    """Decompositions that `torch.export` may apply to these operators while it traces.
+
+    Only the exporter's own table, composite operators and the core ones: the wider references end
+    in `prims` that alias their inputs, which the exporter refuses.
+    """
+    known: Any = torch.export.default_decompositions()
+    return {op: known[op] for op in ops if op in known}
 
 
 def result_shape_depends_on_values(op: OpOverload) -> bool:
