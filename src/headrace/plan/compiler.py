@@ -17,7 +17,13 @@ from typing import Any
 
 from headrace.config import TrainConfig
 from headrace.errors import PlanError
-from headrace.plan.cache import cache_folder, read_report, request_key, write_report
+from headrace.plan.cache import (
+    PROGRAM_SETTINGS,
+    cache_folder,
+    read_report,
+    request_key,
+    write_report,
+)
 from headrace.plan.candidate import Candidate
 
 Say = Callable[[str], None]
@@ -90,17 +96,12 @@ def compile_all(
     return [answer for answer in answers if answer is not None]
 
 
+_PASSED = (*PROGRAM_SETTINGS, "model_name_or_path", "trust_remote_code")
+
+
 def _plain(config: TrainConfig) -> dict[str, Any]:
-    """The settings that were given, as JSON has them; what a plan does not need is left out."""
-    given = config.model_dump(mode="json", include=set(config.model_fields_set))
-    for name in (
-        "plan",
-        "mesh",
-        "resume_from_checkpoint",
-        "eval_strategy",
-        "load_best_model_at_end",
-    ):
-        given.pop(name, None)
+    """The settings that a program depends on, as far as they were given, as JSON has them."""
+    given = config.model_dump(mode="json", include=config.model_fields_set & set(_PASSED))
     model = given.get("model_name_or_path")
     if model and Path(model).expanduser().is_dir():
         given["model_name_or_path"] = str(Path(model).expanduser().resolve())
