@@ -445,3 +445,56 @@ def test_bad_arguments() -> None:
     compiled = hr.compile_step(lambda x: (x * stranger).sum().backward(), model=model)
     with pytest.raises(CaptureError, match="belongs to no module or optimizer"):
         compiled(torch.randn(4, 3))
+
+
+class Sign(torch.autograd.Function):
+    """The sign forward, the identity backward: a rule no forward graph tells."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def test_custom_functions_hooks_second_derivatives_and_closure_tensors() -> None:
+    def build() -> tuple[nn.Module, Callable[..., Any], torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        mask = torch.tensor([1.0, 0.0, 1.0])
+        model[2].weight.register_hook(lambda gradient: gradient * 0.5)
+
+        def train_step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            x = (x * mask).requires_grad_()
+            out = model(x) + Sign.apply(model[0].weight).sum() + model[2].bias.detach() ** 2
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            loss = (out**2).mean() + ((slope.norm(dim=1) - 1) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return model, train_step, mask
+
+    model, eager, mask = build()
+    twin, step, twin_mask = build()
+    compiled = hr.compile_step(step, model=twin, optimizer=compiled_optimizer(step))
+    generator = torch.Generator().manual_seed(2)
+    for i in range(6):
+        if i == 3:
+            mask.fill_(0.5)
+            twin_mask.fill_(0.5)
+        x = torch.randn(5, 3, generator=generator)
+        expected, got = eager(x), compiled(x)
+        np.testing.assert_allclose(got.item(), expected.item(), rtol=1e-4)
+    assert_same(model.state_dict(), twin.state_dict(), 1e-4)
+    assert compiled.programs == 1
+
+
+def compiled_optimizer(step: Callable[..., Any]) -> Any:
+    """The optimizer that a step closes over."""
+    cells = dict(zip(step.__code__.co_freevars, step.__closure__ or (), strict=True))
+    return cells["optimizer"].cell_contents

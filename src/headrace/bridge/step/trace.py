@@ -208,12 +208,16 @@ def _symbol(shape_env: ShapeEnv, value: float, index: int) -> Any:
 
 
 def _mirror(inventory: Inventory, twins: Sequence[Any]) -> None:
-    """Twins are leaves of autograd, and parameters, where the user's tensors are."""
+    """Twins are leaves of autograd, parameters and have hooks where the user's tensors do."""
     for slot, twin in zip(inventory.slots, twins, strict=True):
         if slot.tensor.requires_grad:
             twin.requires_grad_(True)
         if isinstance(slot.tensor, torch.nn.Parameter):
             twin._is_param = True
+        for hook in (slot.tensor._backward_hooks or {}).values():
+            twin.register_hook(hook)
+        for hook in (getattr(slot.tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+            twin.register_post_accumulate_grad_hook(hook)
 
 
 def _inputs(
