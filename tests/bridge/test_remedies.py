@@ -10,6 +10,7 @@ from torch import nn
 
 import headrace as hr
 from headrace.bridge.attention import ADDITIVE_NAME, NAME
+from headrace.errors import CaptureError
 
 
 def test_our_attention_equals_the_name_it_takes_the_place_of() -> None:
@@ -72,6 +73,33 @@ def test_a_backward_of_its_own_is_named_and_found_by_check() -> None:
     report = hr.check(OwnBackward(), (torch.randn(3, 4),), operators=False)
     assert any("Tripled has a backward of its own" in note for note in report.notes)
     assert not report.ok, "its gradient is not the derivative of its forward"
+
+
+class Asserting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert torch.all(x > -100).item(), "too small"
+        assert (x < 100).all()
+        return self.linear(x)
+
+
+def test_assertions_about_values_are_noted_and_left_out() -> None:
+    report = hr.check(Asserting(), (torch.randn(3, 4),), operators=False)
+    assert report.ok, str(report)
+    assert sum("not checked by the program: assert" in note for note in report.notes) == 2
+
+
+class Branching(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if torch.all(x > 0).item() else -x
+
+
+def test_branches_on_values_are_still_refused() -> None:
+    with pytest.raises(CaptureError, match=r"branch|data-dependent"):
+        hr.to_jax(Branching(), (torch.randn(3, 4),))
 
 
 class Both(nn.Module):

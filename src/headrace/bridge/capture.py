@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import linecache
 import logging
 import time
 import warnings
@@ -163,6 +164,7 @@ def _export(
                 _named_arguments(module, kwargs),
                 _tracing(),
                 _ParameterData(notes),
+                _Assertions(notes),
                 _own_backward(notes),
             ):
                 shapes = _dynamic_shapes(module, args, kwargs) if use_dynamic else None
@@ -323,6 +325,36 @@ class _ParameterData(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Assertions(TorchFunctionMode):
+    """`assert torch.all(x >= 0).item()` holds: it is about values, so no part of a program."""
+
+    def __init__(self, notes: list[str]) -> None:
+        super().__init__()
+        self._notes = notes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.item, torch.Tensor.__bool__) and args[0].dtype is torch.bool:
+            line = _calling_line()
+            if line.startswith("assert "):
+                note = f"not checked by the program: {line[:120]}"
+                if note not in self._notes:
+                    self._notes.append(note)
+                return True
+        return func(*args, **(kwargs or {}))
+
+
+def _calling_line() -> str:
+    """The source line of the innermost frame that is neither torch's nor ours."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name != __file__ and not name.startswith(_TORCH):
+            return linecache.getline(name, frame.f_lineno).strip()
+        frame = frame.f_back
+    return ""
+
+
+_TORCH = torch.__path__[0]
 _DATA = torch.Tensor.data.__get__  # pyright: ignore
 
 
