@@ -1,0 +1,146 @@
+"""A server process from start to end, an engine that dies, the bench and the parity check."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import tiny_llama
+from test_server import _Running
+
+from headrace.errors import ConfigError, ServeError
+from headrace.serve import Engine, EngineOptions, SamplingParams, capture_for_serving
+from headrace.serve.api import ServerOptions
+from headrace.serve.bench import Load, measure
+from headrace.serve.vllm import check_parity, prepare
+
+SERVE = "from headrace.cli import main; main(['serve', *__import__('sys').argv[1:]])"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_llama().save_pretrained(str(path))
+    tokenizer.save_pretrained(str(path))
+    return path
+
+
+def test_sigterm_refuses_new_requests_and_lets_running_ones_finish(
+    folder: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", SERVE, str(folder), "--port", "0", "--max-num-seqs", "1"]
+    command += ["--max-num-batched-tokens", "16", "--max-model-len", "200"]
+    command += ["--compilation-cache", str(tmp_path / "cache")]
+    log = tmp_path / "log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    with process:
+        assert process.stdout is not None
+        line = ""
+        while not line.startswith("ready on"):
+            line = process.stdout.readline()
+            assert line, "the server ended early"
+        url = line.split()[2]
+        body = {"prompt": "Hello", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        chunks = 0
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+            for text in answer.iter_lines():
+                if not text.startswith("data: {"):
+                    continue
+                chunks += 1
+                if chunks == 1:
+                    process.send_signal(signal.SIGTERM)
+                if chunks == 5:
+                    refused = httpx.post(url + "/v1/completions", json=body)
+                    assert refused.status_code == 503
+                    assert httpx.get(url + "/ready").status_code == 503
+        assert chunks >= 100, "the answer was cut off"
+        assert process.wait(60) == 0
+    assert "Traceback" not in log.read_text()
+    assert list((tmp_path / "cache").iterdir())
+
+
+def test_an_engine_that_dies_says_so_and_ends_every_request(llama: Any, tokenizer: Any) -> None:
+    served = capture_for_serving(llama, tokenizer=tokenizer, name="tiny")
+    options = EngineOptions(max_model_len=64, max_num_seqs=1, max_batched_tokens=16, warm_up=False)
+    engine = Engine(served, options=options)
+    running = _Running(engine, ServerOptions())
+    try:
+        scheduler: Any = engine._runner.scheduler
+
+        def fail() -> None:
+            raise RuntimeError("a device error")
+
+        answers: list[httpx.Response] = []
+        body = {"prompt": "Hello", "max_tokens": 50, "ignore_eos": True}
+
+        def ask() -> None:
+            answers.append(httpx.post(running.url + "/v1/completions", json=body, timeout=60))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while not engine.stats.steps:
+            time.sleep(0.01)
+        scheduler.plan = fail
+        asking.join()
+        assert answers[0].status_code in (500, 503)
+        assert "device error" not in answers[0].text
+        assert httpx.get(running.url + "/health").status_code == 503
+        assert isinstance(engine.dead, RuntimeError)
+        with pytest.raises(ServeError):
+            engine.generate(["Hello"], SamplingParams())
+    finally:
+        running.stop()
+        engine.close()
+
+
+def test_bench_counts_what_the_server_counts(engine: Engine) -> None:
+    running = _Running(engine, ServerOptions())
+    try:
+        load = Load(url=running.url, num_requests=6, concurrency=3, input_tokens=5, output_tokens=7)
+        report = asyncio.run(measure(load, goodput={"ttft": 60_000.0}, price_per_hour=3.6))
+        assert (report.completed, report.failed) == (6, 0)
+        assert (report.input_tokens, report.output_tokens) == (30, 42)
+        assert report.output_throughput == pytest.approx(42 / report.seconds)
+        assert report.goodput == pytest.approx(6 / report.seconds)
+        assert report.cost_per_million_output_tokens == pytest.approx(
+            0.001 * report.seconds / 42 * 1e6
+        )
+        times = report.times
+        assert times["e2el"]["p50"] >= times["ttft"]["p50"] > 0
+        assert times["tpot"]["p99"] * 6 <= times["e2el"]["p99"] + 1
+        json.loads(report.as_json())
+        with pytest.raises(ConfigError, match="goodput knows"):
+            asyncio.run(measure(load, goodput={"speed": 1.0}))
+        with pytest.raises(ServeError, match="is a server running"):
+            asyncio.run(measure(Load(url="http://127.0.0.1:9")))
+        parity = check_parity(engine, running.url, ["Reminder: call Tom", "one two three"])
+        assert parity.largest_difference < 1e-4
+        assert parity.num_tokens > 5
+        assert parity.greedy_agreement == 1.0
+    finally:
+        running.stop()
+
+
+def test_the_vllm_command_fits_the_folder_and_the_slice(folder: Path, tmp_path: Path) -> None:
+    handover = prepare(folder, None, slice_name="v6e-4", max_model_len=128)
+    assert handover.command[:3] == ("vllm", "serve", str(folder.resolve()))
+    text = str(handover)
+    assert "--tensor-parallel-size 1" in text
+    assert "--max-model-len 128" in text
+    with pytest.raises(ConfigError, match="slice 'v9-1'"):
+        prepare(folder, None, slice_name="v9-1")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"architectures": ["A", "B"]}')
+    with pytest.raises(ConfigError, match=r"(?s)exactly one class.*no safetensors.*no tokenizer"):
+        prepare(broken, None, slice_name="v6e-4")
