@@ -235,8 +235,11 @@ def load_stored(
         return stream.read(keys[key][layer], inner, dtypes[key])
 
     stored: dict[str, Array] = {}
-    for (key, layer), values in zip(jobs, _read_ahead(read, jobs), strict=True):
+    ahead = _read_ahead(read, jobs)
+    filling: list[Array] = []
+    for key, layer in jobs:
         names, place = keys[key], parts[key]
+        values = next(ahead)
         shape = _shape(names, shapes)
         if len(names) == 1:
             shards = [jax.device_put(values[i], d) for d, i in place.devices]
@@ -247,14 +250,14 @@ def load_stored(
                 ]
             filling = [
                 _fill_layer(part, values[i], np.int32(layer))
-                for part, (_, i) in zip(filling, place.devices, strict=True)  # pyright: ignore
+                for part, (_, i) in zip(filling, place.devices, strict=True)
             ]
-            if layer + 1 < len(names):
-                jax.block_until_ready(filling)  # the host copy is let go before the next is read
-                continue
             shards = filling
         jax.block_until_ready(shards)
-        stored[key] = jax.make_array_from_single_device_arrays(shape, shardings[key], shards)
+        del values  # the host copy is let go before the next but one is read
+        if layer + 1 == len(names):
+            sharding = shardings[key]
+            stored[key] = jax.make_array_from_single_device_arrays(shape, sharding, shards)
     return stored
 
 
