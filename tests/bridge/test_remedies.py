@@ -92,6 +92,24 @@ def test_assertions_about_values_are_noted_and_left_out() -> None:
     assert sum("not checked by the program: assert" in note for note in report.notes) == 2
 
 
+class Casting(nn.Module):
+    """A router that makes sure of its dtype at each call, as Switch Transformers' does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear = self.linear.to(torch.float32)
+        return self.linear(x.to(torch.float32))
+
+
+def test_a_module_cast_to_its_own_dtype_is_as_it_was() -> None:
+    report = hr.check(Casting(), (torch.randn(3, 4),), operators=False)
+    assert report.ok, str(report)
+    assert nn.Linear(2, 2).to(torch.float64).weight.dtype is torch.float64
+
+
 class Branching(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if torch.all(x > 0).item() else -x

@@ -166,6 +166,7 @@ def _export(
                 _ParameterData(notes),
                 _Assertions(notes),
                 _own_backward(notes),
+                _modules_stay(),
             ):
                 shapes = _dynamic_shapes(module, args, kwargs) if use_dynamic else None
                 exported = torch.export.export(
@@ -192,10 +193,27 @@ def _export(
     raise CaptureError(
         f"{type(module).__name__} could not be captured by torch.export.\n"
         f"  {errors[0]}\n"
+        f"{_advice(errors[0])}"
+    ) from last
+
+
+def _advice(reason: str) -> str:
+    """What to do about the exporter's reason."""
+    if "cuda" in reason.lower():
+        return (
+            "Needed: code that leaves tensors where they are. Drop .cuda() and device='cuda' from "
+            "the model; XLA puts everything on JAX's device."
+        )
+    if reason.startswith(("RuntimeError: ", "TypeError: ")) and "data-dependent" not in reason:
+        return (
+            "That may be the model's own error: call it in eager PyTorch with these inputs and "
+            "look at their shapes and dtypes."
+        )
+    return (
         "Needed: a forward whose Python does not branch on tensor values. "
         "Run `headrace check` on the model for where it happens, or set the option that avoids "
         "that branch."
-    ) from last
+    )
 
 
 def _first_lines(error: BaseException) -> str:
@@ -297,6 +315,32 @@ def _own_backward(notes: list[str]) -> Generator[None]:
         yield
     finally:
         torch.autograd.Function.apply = apply
+
+
+@contextlib.contextmanager
+def _modules_stay() -> Generator[None]:
+    """`module.to(dtype)` inside a forward is nothing when the module is of that dtype already.
+
+    The exporter cannot follow the swap of parameters by themselves (routers that compute in
+    float32).
+    """
+    original = nn.Module.to
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore
+        tensors = [*module.parameters(), *module.buffers()]
+        same = all(
+            (device is None or t.device.type == device.type)
+            and (dtype is None or not t.is_floating_point() or t.dtype == dtype)
+            for t in tensors
+        )
+        return module if same else original(module, *args, **kwargs)
+
+    nn.Module.to = to  # pyright: ignore
+    try:
+        yield
+    finally:
+        nn.Module.to = original
 
 
 class _ParameterData(TorchFunctionMode):
