@@ -313,3 +313,20 @@ def test_peft_wrapper_keeps_dynamic_shapes() -> None:
     assert len(jm.program.loops) == 1
     _, head = jm.without_head()
     assert head.weight_key.endswith("lm_head.weight")
+
+
+class AsksForGpu(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ones(3, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "advice"),
+    [
+        (AsksForGpu(), torch.ones(2, 3), r"Drop \.cuda\(\)"),
+        (nn.Linear(3, 2), torch.ones(2, 4), r"the model's own error"),
+    ],
+)
+def test_a_refused_capture_says_what_to_do(module: nn.Module, x: torch.Tensor, advice: str) -> None:
+    with pytest.raises(CaptureError, match=advice):
+        hr.to_jax(module, (x,))

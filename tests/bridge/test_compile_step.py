@@ -498,3 +498,10 @@ def compiled_optimizer(step: Callable[..., Any]) -> Any:
     """The optimizer that a step closes over."""
     cells = dict(zip(step.__code__.co_freevars, step.__closure__ or (), strict=True))
     return cells["optimizer"].cell_contents
+
+
+def test_code_that_asks_for_a_gpu_is_named() -> None:
+    model = nn.Linear(3, 2)
+    compiled = hr.compile_step(lambda x: model(x) + torch.ones(2, device="cuda"), model=model)
+    with pytest.raises(CaptureError, match=r"asks for a GPU(.|\n)*test_compile_step\.py"):
+        compiled(torch.ones(4, 3))

@@ -100,6 +100,8 @@ def _example(value: Any) -> Any:
     # Two rows: a size of 1 would be taken for a constant.
     if not isinstance(value, torch.Tensor):
         return value
+    if value.is_meta:  # a model without weights is captured on stand-ins that are not meta
+        value = torch.zeros(value.shape, dtype=value.dtype)
     value = value.detach().clone()
     return torch.cat([value, value]) if value.ndim and value.shape[0] == 1 else value
 

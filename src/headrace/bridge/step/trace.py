@@ -178,6 +178,14 @@ def trace_step(
             DynamicOutputShapeException,
         ) as error:
             raise _data_dependent(error) from error
+        except Exception as error:
+            if "cuda" not in str(error).lower() or isinstance(error, CaptureError):
+                raise
+            raise CaptureError(
+                f"the step's code asks for a GPU of torch's.\n  {_place(error)}\n"
+                "Needed: code that leaves tensors where they are. Drop .cuda() and "
+                "device='cuda'; XLA puts the whole step on JAX's device."
+            ) from error
     substitute.finish()
     _refuse_leaks(substitute)
     graph = _placeholders_first(module.graph)
@@ -566,17 +574,21 @@ def _plain(value: Any) -> Any:
     return torch._from_functional_tensor(value.elem)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _data_dependent(error: Exception) -> CaptureError:
-    frames = traceback.extract_tb(error.__traceback__)
+def _place(error: Exception) -> str:
+    """The innermost line of the user's that led to the error."""
     own = [
         f
-        for f in frames
+        for f in traceback.extract_tb(error.__traceback__)
         if not f.filename.startswith((_TORCH_FOLDER, _OWN_FOLDER))
         and "contextlib" not in f.filename
     ]
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "an unknown line"
+
+
+def _data_dependent(error: Exception) -> CaptureError:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = _place(error)
     optim = [f for f in frames if "/torch/optim/" in f.filename or "/torch/nn/utils" in f.filename]
-    place = own[-1] if own else None
-    where = f"{place.filename}:{place.lineno}: {place.line}" if place else "an unknown line"
     if optim:
         where += f"\n  by {optim[-1].filename}:{optim[-1].lineno}: {optim[-1].line}"
     return CaptureError(
