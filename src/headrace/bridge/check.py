@@ -127,7 +127,9 @@ def check(
         for name, leaf in zip(names, leaves, strict=True)
     }
     by_name = jm.layout.unstack(gradients)
-    floor = _FLOOR * max((float(g.abs().max()) for g in expected.values()), default=0.0)
+    floor = _FLOOR * max(
+        (float(g.abs().max()) for g in expected.values() if g.numel()), default=0.0
+    )
     errors = {n: relative_error(tensor_to_numpy(g), by_name[n], floor) for n, g in expected.items()}
     half = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     report = CheckReport(
