@@ -360,3 +360,16 @@ def test_models_that_no_page_table_serves_are_refused_by_reason() -> None:
     )
     with pytest.raises(CaptureError, match="encoder-decoder"):
         capture_for_serving(t5)
+    # attention in one layer, a convolution over the tokens in the other: its graph has attention
+    # nodes, and answers would be wrong without an error
+    lfm2 = tf.Lfm2ForCausalLM(
+        tf.Lfm2Config(
+            **small,
+            intermediate_size=24,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            layer_types=["conv", "full_attention"],
+        )
+    )
+    with pytest.raises(CaptureError, match="mixes tokens outside of its attention"):
+        capture_for_serving(lfm2)

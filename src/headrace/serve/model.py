@@ -23,6 +23,7 @@ from headrace.bridge.passes.head import Head
 from headrace.errors import CaptureError, ConfigError
 from headrace.serve.cache import CacheEntry, cache_entries, shares_across_loop
 from headrace.serve.lora import LoraTarget, lora_targets
+from headrace.serve.tokenwise import require_tokenwise
 
 log = logging.getLogger(__name__)
 Array = jax.Array
@@ -136,6 +137,9 @@ def capture_for_serving(
     except CaptureError as error:
         log.info("logits are computed for every token of a step: %s", error)
     text: Any = config.get_text_config()
+    vocab_size = _vocab_size(model, text)
+    kind = type(model).__name__
+    require_tokenwise(module, params, buffers, vocab_size=vocab_size, name=kind)
     return ServedModel(
         name=name,
         module=module,
@@ -144,7 +148,7 @@ def capture_for_serving(
         buffers=buffers,
         entries=cache_entries(module.program),
         targets=lora_targets(module.program),
-        vocab_size=_vocab_size(model, text),
+        vocab_size=vocab_size,
         end_ids=_end_ids(model, tokenizer),
         max_positions=getattr(text, "max_position_embeddings", None)
         or getattr(text, "n_positions", None),
