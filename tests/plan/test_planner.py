@@ -22,7 +22,7 @@ from headrace.plan.measure import measure_dataset
 from headrace.plan.planner import analytic_plan, default_candidate, make_plan, read_subject
 from headrace.plan.search import parse_budget, parse_deadline, search
 from headrace.plan.shape import model_shape, read_model_config
-from headrace.plan.topology import compiler_obstacle
+from headrace.plan.topology import compiler_obstacle, without_compilation_cache
 
 needs_compiler = pytest.mark.skipif(
     compiler_obstacle() is not None, reason=str(compiler_obstacle())
@@ -212,7 +212,8 @@ def test_compiled_memory_is_the_compilers_own(tmp_path):
     config = recipe(llama(tmp_path), lora_target_modules=".*q_proj")
     captured = program.capture_model(config)
     candidate = Candidate(slice_name="v5e-1", batch_size=8, length=64)
-    compiled = program.lower_step(captured, candidate).lowered.compile()
+    with without_compilation_cache():
+        compiled = program.lower_step(captured, candidate).lowered.compile()
     stats = compiled.memory_analysis()
     report = compile_candidate(captured, candidate)
     total = (

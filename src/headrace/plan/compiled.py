@@ -21,6 +21,7 @@ from headrace.plan.hlo import HBM, Instruction, Module, parse_module
 from headrace.plan.loops import trip_count
 from headrace.plan.program import CapturedModel, LoweredStep, lower_step
 from headrace.plan.replay import Assumptions, Timeline, replay
+from headrace.plan.topology import without_compilation_cache
 from headrace.train.compiler_flags import FLAG_SETS
 
 Say = Callable[[str], None]
@@ -59,7 +60,8 @@ def compile_candidate(
         "notes": list(captured.notes),
     }
     try:
-        compiled = step.lowered.compile(compiler_options=options or None)
+        with without_compilation_cache():
+            compiled = step.lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
         needed = _needed_bytes(str(error))
         if needed is None:

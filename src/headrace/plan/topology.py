@@ -9,12 +9,13 @@ Knows: libtpu. Does not know: models, programs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
@@ -116,3 +117,21 @@ def _explain(each: Slice, error: Exception) -> str:
     if "pjrt" in low and ("version" in low or "api" in low):
         return f"libtpu does not go with this jax: {INSTALL} installs the pair.\n{text[:300]}"
     return f"libtpu gives no devices for {each.name} ({each.topology_name}): {text[:400]}"
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Generator[None]:
+    """Compile for a topology with JAX's persistent cache off: it can write such an executable, but
+    not read it back without the devices. Plans keep reports in a cache of their own.
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
