@@ -56,13 +56,6 @@ def greedy_generate(
     return [row[start:stop].tolist() for row, start, stop in spans]
 
 
-def generate_text(model: EvalModel, prompts: Sequence[str], *, max_new_tokens: int) -> list[str]:
-    """greedy_generate on text; prompts are tokenised as they are, special tokens left out."""
-    ids = [model.tokenizer(prompt)["input_ids"] for prompt in prompts]
-    answers = greedy_generate(model, ids, max_new_tokens=max_new_tokens)
-    return [model.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
-
-
 def default_eos_token_ids(model: EvalModel) -> tuple[int, ...]:
     """End tokens of the generation configuration and the tokenizer together."""
     generation = getattr(model.torch_model, "generation_config", None)

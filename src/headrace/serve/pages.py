@@ -101,13 +101,6 @@ class PagePool:
             self._node[page] = next(self._nodes)
         return self._node[page]
 
-    def forget_all(self) -> None:
-        """Nothing is known any more; pages in use stay in use."""
-        for page in list(self._key):
-            self._forget(page)
-        self._free += list(self._idle)
-        self._idle.clear()
-
     def _forget(self, page: int) -> None:
         del self._known[self._key.pop(page)]
         del self._node[page]
