@@ -15,7 +15,7 @@ from headrace.plan.hardware import parse_slice
 from headrace.plan.hlo import parse_module, read_shapes
 from headrace.plan.loops import trip_count
 from headrace.plan.replay import Timeline, replay
-from headrace.plan.topology import compiler_obstacle, topology_devices
+from headrace.plan.topology import compiler_obstacle, topology_devices, without_compilation_cache
 
 pytestmark = pytest.mark.skipif(compiler_obstacle() is not None, reason=str(compiler_obstacle()))
 BF16 = jnp.bfloat16
@@ -29,7 +29,8 @@ def compiled_text(slice_name: str, function, *arrays, options=None) -> str:
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
         for shape, dtype, spec in arrays
     ]
-    return jax.jit(function).lower(*args).compile(compiler_options=options).as_text()
+    with without_compilation_cache():
+        return jax.jit(function).lower(*args).compile(compiler_options=options).as_text()
 
 
 def replayed(slice_name: str, function, *arrays, options=None) -> Timeline:
