@@ -194,9 +194,10 @@ def build(task: str, model_type: str) -> tuple[nn.Module, Inputs]:
     torch.manual_seed(0)
     class_name = types(task)[model_type]
     config = tiny(config_class(class_name, model_type))
-    config.num_labels = 3
+    config.num_labels = 2 if task == "question-answering" else 3
     config.use_cache = False
-    if task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
+    generates = task == "seq2seq-lm" or config.is_encoder_decoder
+    if generates and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     kind = getattr(transformers, class_name)
     if task == "causal-lm" and hasattr(config, "is_decoder"):
@@ -225,6 +226,9 @@ def inputs(task: str, model_type: str, model: nn.Module) -> Inputs:
     else:
         causal = task == "seq2seq-lm" and not getattr(model.config, "is_encoder_decoder", False)
         made = _text("causal-lm" if causal else task)
+        if task == "sequence-classification" and model.config.is_encoder_decoder:
+            ends = made["attention_mask"].sum(1) - 1  # these classify the last token of a row
+            made["input_ids"][torch.arange(2), ends] = model.config.eos_token_id
     made |= INPUT_HINTS.get(f"{task}/{model_type}", INPUT_HINTS.get(model_type, lambda _m: {}))(
         model
     )

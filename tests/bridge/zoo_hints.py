@@ -17,6 +17,7 @@ _ALTERNATING = ["sliding_attention", "full_attention"] * 3
 _GEMMA = {"num_hidden_layers": 6, "layer_types": _ALTERNATING, "num_kv_shared_layers": 2}
 
 HINTS: dict[str, dict[str, Any]] = {
+    "bros": {"hidden_size": 64},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
@@ -24,8 +25,11 @@ HINTS: dict[str, dict[str, Any]] = {
             "full_attention": {**_ROPE, "mrope_section": [2, 1, 1]},
         },
     },
+    # The model reads each stage's drop rates at the stage's own index.
+    "cvt": {"depth": (1, 2, 3)},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "donut-swin": {"window_size": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {
         "head_dim": 16,
@@ -43,10 +47,25 @@ HINTS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {**_GEMMA, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0]},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "hgnet_v2": {
+        "stem_channels": (3, 8, 8),
+        "stage_in_channels": (8, 8, 16, 32),
+        "stage_mid_channels": (8, 8, 8, 8),
+        "stage_out_channels": (8, 16, 32, 64),
+        "stage_numb_of_layers": (2, 2, 2, 2),
+    },
+    "layoutlmv3": {
+        "coordinate_size": 5,
+        "shape_size": 6,
+        "max_rel_pos": ...,
+        "max_rel_2d_pos": ...,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "levit": {"hidden_sizes": (16, 32, 48), "image_size": 64},
+    "lilt": {"hidden_size": 48},
     "longcat_flash": {"qk_head_dim": 16},
-    "levit": {"image_size": 224},
+    "lxmert": {"num_qa_labels": 16},
     "mamba2": {"num_heads": 8},
     "mpnet": {"relative_attention_num_buckets": ...},
     "nemotron": {"num_key_value_heads": 2},
@@ -60,6 +79,9 @@ HINTS: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "reformer": {"axial_pos_shape": (3, 4), "axial_pos_embds_dim": (16, 16)},
+    "shieldgemma2": {"mm_tokens_per_image": 4, "yes_token_index": 9, "no_token_index": 10},
+    # At the last stage the feature map must not be smaller than a window.
+    "swin": {"window_size": 2},
     "textnet": {"stem_out_channels": 8},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "attention_hidden_size": 64, "attention_head_dim": 16},
@@ -86,11 +108,50 @@ def _pixels(model: Any) -> dict[str, Any]:
     return {"pixel_values": torch.randn(2, 3, 64, 64)}
 
 
+def _image_among_text(model: Any) -> dict[str, Any]:
+    ids = torch.randint(8, 70, (2, 12))
+    ids[:, 2:6] = model.config.image_token_index
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": (ids == model.config.image_token_index).long(),
+        "pixel_values": torch.randn(2, 3, 64, 64),
+        "labels": None,
+    }
+
+
+def _boxes(_model: Any) -> dict[str, Any]:
+    left_top = torch.randint(0, 30, (2, 12, 2))
+    return {"bbox": torch.cat([left_top, left_top + torch.randint(1, 30, (2, 12, 2))], -1)}
+
+
+def _regions(model: Any) -> dict[str, Any]:
+    config = model.config
+    return {
+        "visual_feats": torch.randn(2, 5, config.visual_feat_dim),
+        "visual_pos": torch.rand(2, 5, config.visual_pos_dim),
+        "labels": torch.randint(0, config.num_qa_labels, (2,)),
+    }
+
+
+def _three_separators(model: Any) -> dict[str, Any]:
+    ids = torch.randint(8, 70, (2, 12))
+    ids[:, [4, 5, 8]] = model.config.sep_token_id
+    return {"input_ids": ids}
+
+
 INPUT_HINTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "seq2seq-lm/fsmt": lambda _: {"labels": torch.randint(8, 70, (2, 12))},
+    "bros": lambda _: {"bbox": torch.rand(2, 12, 8)},
     "causal-lm/git": _pixels,
     "image-classification/imagegpt": lambda _: {"input_ids": torch.randint(0, 90, (3, 12))},
+    "image-classification/shieldgemma2": _image_among_text,
     "image-classification/siglip2": _siglip2,
+    "layoutlm": _boxes,
+    "layoutlmv3": lambda model: _boxes(model) | _pixels(model),
+    "lilt": _boxes,
+    "lxmert": _regions,
     "musicgen": _codebooks,
     "musicgen_melody": _codebooks,
+    "question-answering/longformer": _three_separators,
 }
