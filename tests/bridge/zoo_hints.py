@@ -69,6 +69,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "mpnet": {"relative_attention_num_buckets": ...},
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron3_diarization": {"chunk_length": ..., "num_speakers": ...},
     "neomme": {"head_dim": 16},
     "perceiver": {"max_position_embeddings": 12, "image_size": 32},
     "qwen4_exp_text": {
@@ -83,6 +84,8 @@ HINTS: dict[str, dict[str, Any]] = {
     # At the last stage the feature map must not be smaller than a window.
     "swin": {"window_size": 2},
     "textnet": {"stem_out_channels": 8},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2},
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": ...},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "attention_hidden_size": 64, "attention_head_dim": 16},
 }
@@ -140,6 +143,12 @@ def _three_separators(model: Any) -> dict[str, Any]:
     return {"input_ids": ids}
 
 
+def _frames(model: Any) -> dict[str, Any]:
+    audio = model.config.audio_config
+    each = 2 * model.config.downsample_factor  # frames of one token
+    return {"input_features": torch.randn(2, audio.num_mel_bins, 12 * each)}
+
+
 INPUT_HINTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "seq2seq-lm/fsmt": lambda _: {"labels": torch.randint(8, 70, (2, 12))},
     "bros": lambda _: {"bbox": torch.rand(2, 12, 8)},
@@ -151,6 +160,7 @@ INPUT_HINTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "layoutlmv3": lambda model: _boxes(model) | _pixels(model),
     "lilt": _boxes,
     "lxmert": _regions,
+    "seq2seq-lm/voxtral_realtime": _frames,
     "musicgen": _codebooks,
     "musicgen_melody": _codebooks,
     "question-answering/longformer": _three_separators,
