@@ -323,7 +323,30 @@ def test_a_write_to_an_old_value_is_refused() -> None:
         model.weight.mul_(2.0)
     with pytest.raises(CaptureError, match=r"weight changed in place.*\n.*step\.sync\(\)"):
         compiled(x, y)
-    compiled.sync()
+    with pytest.warns(UserWarning, match=r"weight changed in place.*lost"):
+        compiled.sync()
+    compiled(x, y)
+
+
+def test_optimizer_state_changed_too_early_is_told() -> None:
+    model, _, _ = small()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    compiled = hr.compile_step(step, model=model, optimizer=optimizer)
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    compiled(x, y)
+    optimizer.state[model.weight]["exp_avg"].zero_()
+    with pytest.warns(UserWarning, match=r"exp_avg.* changed in place.*lost"):
+        optimizer.state_dict()
+    assert optimizer.state[model.weight]["exp_avg"].any()
+    optimizer.state[model.weight]["exp_avg"].zero_()  # up to date, so the change counts
     compiled(x, y)
 
 

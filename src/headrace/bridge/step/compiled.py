@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -146,6 +147,7 @@ class CompiledStep:
         self._counters: list[float] = []
         self._tensors: list[torch.Tensor] = []
         self._params: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._fresh: list[tuple[int, torch.Tensor]] = []
         self._dirty = False
@@ -186,6 +188,13 @@ class CompiledStep:
         if not self._dirty or self._inventory is None or self._busy:
             return
         self._flush()
+        changed = self._changed()
+        if changed:
+            warnings.warn(
+                f"{', '.join(changed[:5])} changed in place while the present value was on the "
+                "device; that change is lost. Call step.sync() before changing them by hand.",
+                stacklevel=2,
+            )
         with torch.no_grad():
             for slot in self._inventory.slots:
                 if slot.key in self._arrays:
@@ -286,22 +295,27 @@ class CompiledStep:
             ownership.take(self)
             self._reset()
         assert self._inventory is not None
-        if list(map(_VERSION, self._tensors)) != self._versions:
-            self._refuse_stale_writes()
+        # While the device is ahead, optimizer state changed by hand is told of by `sync`: looking
+        # at two or three tensors a parameter would cost more than everything else here.
+        watched = self._weights if self._dirty else self._tensors
+        if list(map(_VERSION, watched)) != self._versions[: len(watched)]:
+            if self._dirty:
+                self._refuse_stale_writes()
             self._reset()
         return self._inventory
 
-    def _refuse_stale_writes(self) -> None:
-        if not self._dirty or self._inventory is None:
-            return
+    def _changed(self) -> list[str]:
+        assert self._inventory is not None
         versions = map(_VERSION, self._tensors)
-        changed = [
+        return [
             s.name
             for s, now, then in zip(self._inventory.slots, versions, self._versions, strict=True)
             if now != then
         ]
+
+    def _refuse_stale_writes(self) -> None:
         raise CaptureError(
-            f"{', '.join(changed[:5])} changed in place while the present value was on the "
+            f"{', '.join(self._changed()[:5])} changed in place while the present value was on the "
             "device, so the change was made to an old value.\n"
             "Needed: step.sync() before reading or changing parameters by hand. To go on, call "
             "step.sync() now, which drops that change, and make it again."
@@ -314,6 +328,7 @@ class CompiledStep:
         self._live, self._arrays = None, {}
         self._tensors = [s.tensor for s in self._inventory.slots]
         self._params = self._tensors[: self._inventory.num_params]
+        self._weights = [s.tensor for s in self._inventory.slots if s.key[0] != "state"]
         self._versions = list(map(_VERSION, self._tensors))
         self._counters = [n.read() for n in self._inventory.numbers if n.tensors]
         self._grads = tuple(s.name for s in self._inventory.params if s.tensor.grad is not None)
