@@ -50,31 +50,6 @@ def test_writes_through_data_are_noted_and_gradients_stay() -> None:
     assert any("writes into a parameter (.data.clamp_)" in note for note in report.notes)
 
 
-class Tripled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * x
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 3
-
-
-class OwnBackward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Tripled.apply(self.linear(x))
-
-
-def test_a_backward_of_its_own_is_named_and_found_by_check() -> None:
-    report = hr.check(OwnBackward(), (torch.randn(3, 4),), operators=False)
-    assert any("Tripled has a backward of its own" in note for note in report.notes)
-    assert not report.ok, "its gradient is not the derivative of its forward"
-
-
 class Asserting(nn.Module):
     def __init__(self) -> None:
         super().__init__()

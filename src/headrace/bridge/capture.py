@@ -27,6 +27,7 @@ from torch.export.graph_signature import OutputKind
 from torch.overrides import TorchFunctionMode
 
 from headrace.bridge.attention import attention_as_operator, without_cache
+from headrace.bridge.functions import own_backwards
 from headrace.bridge.ops.decompositions import exporter_table
 from headrace.bridge.ops.registry import lookup
 from headrace.bridge.program import Input, Output, PassRecord, Program
@@ -167,7 +168,7 @@ def _export(
                 _tracing(),
                 _ParameterData(notes),
                 _Assertions(notes),
-                _own_backward(notes),
+                own_backwards(notes),
                 _modules_stay(),
             ):
                 shapes = _dynamic_shapes(module, args, kwargs) if use_dynamic else None
@@ -291,32 +292,6 @@ class _ConstantDraws(TorchFunctionMode):
             self._draws.add(id(result))
             self._keep.append(result)
         return result
-
-
-@contextlib.contextmanager
-def _own_backward(notes: list[str]) -> Generator[None]:
-    """Note every `torch.autograd.Function` that the forward applies.
-
-    The graph has its forward only, so JAX differentiates that: right where the function's backward
-    is the derivative, wrong where it is meant to be something else.
-    """
-    apply = torch.autograd.Function.__dict__["apply"]
-
-    def noted(cls: type, *args: Any, **kwargs: Any) -> Any:
-        note = (
-            f"{cls.__name__} has a backward of its own (torch.autograd.Function), which is not in "
-            f"the graph: the gradient is that of its forward; compare it with hr.check"
-        )
-        if note not in notes:
-            notes.append(note)
-            log.warning(note)
-        return apply.__func__(cls, *args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(noted)  # pyright: ignore
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = apply
 
 
 @contextlib.contextmanager

@@ -281,6 +281,8 @@ def _compare_node(
         return []
     if lower.is_random(node) or "empty" in str(node.target):
         return []  # nothing to compare: other draws, memory as it was
+    if node.target is torch.ops.headrace.cotangent.default:
+        return []  # a stand-in for what comes in the backward
     inputs = [n for n in node.all_input_nodes if isinstance(env[n], torch.Tensor)]
     floating = [n for n in inputs if env[n].dtype.is_floating_point]
     jax_env = {n: _to_jax(env[n]) for n in node.all_input_nodes}

@@ -21,6 +21,7 @@ import torch.fx as fx
 from jax.ad_checkpoint import checkpoint_name
 from torch._ops import OpOverload
 
+from headrace.bridge.derivatives import OWN_BACKWARD, backward_nodes, own_backward
 from headrace.bridge.divide import Division, constrained, divide, embedding, gathered
 from headrace.bridge.dtypes import to_jax_dtype
 from headrace.bridge.intercept import AttentionCall, Intercept
@@ -30,6 +31,7 @@ from headrace.bridge.program import Loop, Program
 from headrace.errors import UnsupportedOpsError
 from headrace.kernels import ATTENTION_RESIDUALS
 from headrace.kernels.partition import Partition, save_but_weights, tracing_on_mesh
+from headrace.kernels.quantized import QuantizedWeight, dequantize
 
 RematPolicy = Literal["none", "full", "dots", "attention", "offload"]
 Array = jax.Array
@@ -103,6 +105,8 @@ def _own_rule(node: fx.Node) -> Any:
     special: dict[Any, Any] = {
         _HEADRACE.mask.default: mask_rule,
         _HEADRACE.attention.default: attention_rule,
+        _HEADRACE.cotangent.default: jnp.ones_like,
+        OWN_BACKWARD: own_backward,
         torch.ops.aten.sym_size.int: int,
     }
     return special.get(node.target) or lookup(node.target)
@@ -140,14 +144,30 @@ def as_array(value: Any) -> Any:
 
 
 def _interpret(graph: fx.Graph, env: dict[fx.Node, Any], settings: Settings) -> Any:
+    deferred = backward_nodes(graph)
     for node in graph.nodes:
         if node.op == "output":
             return fx.map_arg(node.args[0], lambda n: env[n])
-        if node.op == "call_function":
-            env[node] = call_node(node, env, settings)
+        if node.op == "call_function" and node not in deferred:
+            if node.target is OWN_BACKWARD:
+                env[node] = _own_backward(node, env, deferred, settings)
+            else:
+                env[node] = call_node(node, env, settings)
             if settings.observe is not None:
                 settings.observe(node, env[node])
     raise AssertionError("a graph ends with an output node")
+
+
+def _own_backward(
+    node: fx.Node, env: dict[fx.Node, Any], deferred: frozenset[fx.Node], settings: Settings
+) -> tuple[Any, ...]:
+    def evaluate(nodes: Sequence[fx.Node], values: dict[fx.Node, Any], key: Any) -> None:
+        inner = replace(settings, rng=key, observe=None)
+        for each in nodes:
+            values[each] = call_node(each, values, inner)
+
+    arrays = {n: as_array(value) for n, value in env.items()}
+    return own_backward(node, arrays, deferred, settings.rng, evaluate)
 
 
 def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> Any:
@@ -158,7 +178,10 @@ def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> 
     looked_up = target is _EMBEDDING and division is not None and _is_table(node, division)
 
     def value(n: fx.Node) -> Any:
-        return env[n] if looked_up or isinstance(target, Loop) else gathered(division, n, env[n])
+        if looked_up or isinstance(target, Loop):
+            return env[n]
+        found = gathered(division, n, env[n])
+        return dequantize(found) if isinstance(found, QuantizedWeight) else found
 
     args: Any = fx.map_arg(node.args, value)
     kwargs: Any = dict(fx.map_arg(node.kwargs, value))  # pyright: ignore[reportArgumentType]
@@ -364,8 +387,8 @@ def _run_loop(
         results = tuple(interpret(loop.body, entering, inner))
         return results[: loop.num_carries], results[loop.num_carries :]
 
-    divided = settings.division is not None
-    run_body = _remat(body, settings.remat, in_loop=loop.length > 1, divided=divided)
+    made = settings.division is not None or any(isinstance(v, QuantizedWeight) for v in args)
+    run_body = _remat(body, settings.remat, in_loop=loop.length > 1, makes_weights=made)
     if loop.length == 1:
         carry, collected = run_body(carries, (jnp.uint32(0), stacked))
         return (*carry, *collected)
@@ -416,14 +439,15 @@ def _enter(loop: Loop, node: fx.Node, values: Sequence[Any], division: Division)
 
 
 def _remat(
-    body: Callable[..., Any], policy: RematPolicy, *, in_loop: bool, divided: bool = False
+    body: Callable[..., Any], policy: RematPolicy, *, in_loop: bool, makes_weights: bool = False
 ) -> Callable[..., Any]:
+    """makes_weights: the body gathers or dequantises weights, which `none` must not keep."""
     if policy not in get_args(RematPolicy):
         raise ValueError(
             f"remat={policy!r} is not a policy; it is one of {', '.join(get_args(RematPolicy))}"
         )
     if policy == "none":
-        if not divided:
+        if not makes_weights:
             return body
         return jax.checkpoint(body, policy=save_but_weights, prevent_cse=not in_loop)
     policies = jax.checkpoint_policies
