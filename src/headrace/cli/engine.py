@@ -57,12 +57,14 @@ def start_engine(
 
     if options.get("dtype", "auto") not in DTYPES:
         raise ConfigError(f"--dtype {options['dtype']!r} is not known; use {', '.join(DTYPES)}")
-
-    def progress(done: int, total: int, name: str) -> None:
-        if not quiet and sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[Kcompiling {done}/{total}  {name[:60]}")
-            if done == total:
-                sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
-
+    progress = None if quiet else progress_line
     return Engine(model, adapters=adapters, options=EngineOptions(**options), progress=progress)
+
+
+def progress_line(done: int, total: int, name: str) -> None:
+    """What is being compiled, on one line of the terminal; nothing when there is none."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[Kcompiling {done}/{total}  {name[:60]}")
+        if done == total:
+            sys.stderr.write("\r\033[K")
+        sys.stderr.flush()

@@ -6,11 +6,15 @@ Knows: words. Does not know: how answers are made (`headrace.serve`).
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headrace.cli import engine as shared
+
+if TYPE_CHECKING:
+    from headrace.serve import Engine
+    from headrace.serve.pooling import PoolingEngine
 
 
 def serve(
@@ -52,6 +56,10 @@ def serve(
     prefix_caching: Annotated[
         bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse equal beginnings.")
     ] = True,
+    task: Annotated[
+        str,
+        typer.Option("--task", help="generate, embed, classify, or auto: what the files are for."),
+    ] = "auto",
     merge: Annotated[bool, shared.MERGE] = False,
     base: Annotated[str | None, shared.BASE] = None,
     dtype: Annotated[str, shared.DTYPE] = "auto",
@@ -80,30 +88,60 @@ def serve(
     """Serve a model or what was just trained: headrace serve out/reminders
 
     Speaks the OpenAI API on /v1, shows a playground page at /, Prometheus metrics at /metrics. An
-    adapter folder is served as an adapter on its base: both have a model id.
+    adapter folder is served as an adapter on its base: both have a model id. Encoders and sentence
+    models get /v1/embeddings, classifiers /v1/classify; their adapters are merged.
     """
     from headrace.errors import ConfigError
+    from headrace.weights import find_adapter
 
     if engine not in ("headrace", "vllm"):
         raise ConfigError(f"--engine {engine!r} is not known; it is headrace or vllm")
     if engine == "vllm":
         return _vllm(model, base, slice_name, output, check, max_model_len, dtype)
-    from headrace.serve.api import ServerOptions, run_server
-    from headrace.weights import find_adapter
+    cache = shared.default_compilation_cache() if compilation_cache is None else compilation_cache
+    common: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "base": base,
+        "dtype": dtype,
+        "compilation_cache": cache or None,
+        "trust_remote_code": trust_remote_code,
+    }
+    listening: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "api_keys": tuple(api_key or [])
+        or tuple(filter(None, [os.environ.get("HEADRACE_API_KEY")])),
+        "served_model_name": served_model_name,
+        "drain_seconds": drain_seconds,
+    }
+    if task not in ("auto", "generate", "embed", "classify"):
+        raise ConfigError(f"--task {task!r} is not known; use auto, generate, embed or classify")
+    if task == "auto":
+        from headrace.serve.pooling import serving_task
 
+        task = serving_task(model, base=base, trust_remote_code=trust_remote_code)
+    if task != "generate":
+        given = {
+            "--adapter": adapter,
+            "--cache-tokens": cache_tokens,
+            "--max-loras": max_loras,
+            "--speculative-tokens": speculative_tokens,
+        }
+        unused = [name for name, value in given.items() if value]
+        if unused:
+            raise ConfigError(f"{', '.join(unused)}: only for models that write text")
+        return _serve_pooling(model, {**common, "task": task}, max_queue, listening)
+    if merge and (adapter or max_loras):
+        raise ConfigError("--merge serves one adapter folded in; leave out --adapter, --max-loras")
     own = None if merge else find_adapter(model)
     adapters = shared.read_adapters(adapter)
-    cache = shared.default_compilation_cache() if compilation_cache is None else compilation_cache
-    keys = tuple(api_key or []) or tuple(filter(None, [os.environ.get("HEADRACE_API_KEY")]))
     slots = len(adapters) + (own is not None)
-    if merge and (adapters or max_loras):
-        raise ConfigError("--merge serves one adapter folded in; leave out --adapter, --max-loras")
     running = shared.start_engine(
         model,
         adapters,
         {
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
+            **common,
             "max_batched_tokens": max_num_batched_tokens,
             "cache_tokens": cache_tokens,
             "max_queue": max_queue,
@@ -112,27 +150,37 @@ def serve(
             "speculative_tokens": speculative_tokens,
             "prefix_caching": prefix_caching,
             "merge": merge,
-            "base": base,
-            "dtype": dtype,
-            "compilation_cache": cache or None,
-            "trust_remote_code": trust_remote_code,
         },
     )
-    names = running.adapters.names
-    options = ServerOptions(
-        host=host,
-        port=port,
-        api_keys=keys,
-        served_model_name=served_model_name,
-        default_model=names[0] if own is not None else None,
-        drain_seconds=drain_seconds,
+    default = running.adapters.names[0] if own is not None else None
+    cached = (running.shapes.num_pages - 1) * running.shapes.page_size
+    return _listen(running, {**listening, "default_model": default}, f"cache {cached:,} tokens, ")
+
+
+def _serve_pooling(
+    model: str, options: dict[str, Any], max_queue: int, listening: dict[str, Any]
+) -> int:
+    from headrace.serve.pooling import PoolingEngine, PoolingOptions
+
+    running = PoolingEngine(
+        model,
+        options=PoolingOptions(**options, max_queue=max_queue),
+        progress=shared.progress_line,
     )
+    lengths = ", ".join(map(str, running.lengths))
+    return _listen(running, listening, f"batches padded to {lengths} tokens, ")
+
+
+def _listen(running: Engine | PoolingEngine, listening: dict[str, Any], sizes: str) -> int:
+    from headrace.serve.api import ServerOptions, run_server
+
+    options = ServerOptions(**listening)
 
     def show(url: str) -> None:
-        typer.echo(f"{', '.join([served_model_name or running.model.name, *names])}")
+        base = options.served_model_name or running.model.name
+        typer.echo(", ".join([base, *running.adapters.names]))
         typer.echo(
-            f"context {running.shapes.max_model_len} tokens, "
-            f"cache {(running.shapes.num_pages - 1) * running.shapes.page_size:,} tokens, "
+            f"context {running.max_model_len} tokens, {sizes}"
             f"warm-up {running.warm_up_seconds:.1f} s"
         )
         typer.echo(f"ready on {url}  (playground: {url}/  API: {url}/v1)")

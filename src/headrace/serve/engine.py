@@ -231,6 +231,11 @@ class Engine:
         return self.dead is None and not self._closing and self._thread.is_alive()
 
     @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return self.shapes.max_model_len
+
+    @property
     def num_waiting(self) -> int:
         """Sequences that wait for a row, those not seen by the loop yet included."""
         return self._num_arriving + len(self._runner.scheduler.waiting)

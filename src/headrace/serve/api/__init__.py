@@ -4,10 +4,13 @@ errors.py     every refusal in OpenAI's shape
 protocol.py   request bodies, checked
 text.py       chat templates, tool calls, reasoning
 answer.py     answers and chunks as JSON
-routes.py     the endpoints
+service.py    what endpoints share: model ids, bodies, clients that leave
+routes.py     completions and chat
+pooling.py    embeddings and classification
+models.py     models, tokens there and back, adapters
 metrics.py    Prometheus names
 app.py        the application: keys, limits, life cycle
-playground.html  the page at /
+playground.html, pooling.html  the page at /
 """
 
 from headrace.serve.api.app import ServerOptions, build_app, run_server

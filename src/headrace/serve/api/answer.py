@@ -36,7 +36,14 @@ def usage(num_prompt: int, num_completion: int, num_cached: int) -> dict[str, An
 
 
 def model_card(
-    name: str, created: int, *, parent: str | None, root: str, max_model_len: int, chat: bool
+    name: str,
+    created: int,
+    *,
+    parent: str | None,
+    root: str,
+    max_model_len: int,
+    task: str,
+    chat: bool,
 ) -> dict[str, Any]:
     """One entry of /v1/models; adapters have their base as parent. chat: a template is there."""
     return {
@@ -47,6 +54,7 @@ def model_card(
         "root": root,
         "parent": parent,
         "max_model_len": max_model_len,
+        "task": task,
         "chat": chat,
         "permission": [],
     }

@@ -27,13 +27,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.errors import ConfigError
-from headrace.serve.api import routes
+from headrace.serve.api import models, pooling, routes
 from headrace.serve.api.errors import ApiError, as_api_error
 from headrace.serve.api.metrics import Metrics
+from headrace.serve.api.service import Service
 from headrace.serve.engine import Engine
+from headrace.serve.pooling import PoolingEngine
 
 log = logging.getLogger(__name__)
 
+AnyEngine = Engine | PoolingEngine
 OPEN_PATHS = ("/health", "/ready", "/ping", "/")
 
 
@@ -75,7 +78,7 @@ class _State:
         self.in_flight = 0
 
 
-def build_app(engine: Engine, options: ServerOptions | None = None) -> Starlette:
+def build_app(engine: AnyEngine, options: ServerOptions | None = None) -> Starlette:
     """The ASGI application over a warm engine.
 
     Raises ConfigError when default_model is neither the base nor a loaded adapter.
@@ -86,7 +89,7 @@ def build_app(engine: Engine, options: ServerOptions | None = None) -> Starlette
     if default not in (base, *engine.adapters.names):
         raise ConfigError(f"default_model {default!r} is neither the base nor a loaded adapter")
     state = _State()
-    service = routes.Service(
+    service = Service(
         engine=engine,
         base_name=base,
         default=default,
@@ -105,10 +108,10 @@ def build_app(engine: Engine, options: ServerOptions | None = None) -> Starlette
     return app
 
 
-Handler = Callable[[routes.Service, Request], Awaitable[Response]]
+Handler = Callable[[Service[Any], Request], Awaitable[Response]]
 
 
-def _routes(service: routes.Service, state: _State) -> list[Route]:
+def _routes(service: Service[Any], state: _State) -> list[Route]:
     def endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def run(request: Request) -> Response:
             try:
@@ -120,27 +123,35 @@ def _routes(service: routes.Service, state: _State) -> list[Route]:
 
         return run
 
-    async def health(service: routes.Service, request: Request) -> Response:
+    table = [*_life(state), *_about_models(), *_answers(service.engine)]
+    return [Route(path, endpoint(handler), methods=[method]) for path, handler, method in table]
+
+
+def _life(state: _State) -> list[tuple[str, Handler, str]]:
+    """Health, numbers and the page, which every server has."""
+
+    async def health(service: Service[Any], request: Request) -> Response:
         return Response(status_code=200 if service.engine.alive else 503)
 
-    async def ready(service: routes.Service, request: Request) -> Response:
+    async def ready(service: Service[Any], request: Request) -> Response:
         fine = service.engine.alive and not state.draining
         return Response(status_code=200 if fine else 503)
 
-    async def show_version(service: routes.Service, request: Request) -> Response:
+    async def show_version(service: Service[Any], request: Request) -> Response:
         return JSONResponse({"version": version("headrace")})
 
-    async def load(service: routes.Service, request: Request) -> Response:
+    async def load(service: Service[Any], request: Request) -> Response:
         return JSONResponse({"server_load": state.in_flight})
 
-    async def metrics(service: routes.Service, request: Request) -> Response:
+    async def metrics(service: Service[Any], request: Request) -> Response:
         text = await asyncio.to_thread(service.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def page(service: routes.Service, request: Request) -> Response:
-        return HTMLResponse(files("headrace.serve.api").joinpath("playground.html").read_text())
+    async def page(service: Service[Any], request: Request) -> Response:
+        name = "playground.html" if isinstance(service.engine, Engine) else "pooling.html"
+        return HTMLResponse(files("headrace.serve.api").joinpath(name).read_text())
 
-    table: list[tuple[str, Handler, str]] = [
+    return [
         ("/", page, "GET"),
         ("/health", health, "GET"),
         ("/ping", health, "GET"),
@@ -148,16 +159,30 @@ def _routes(service: routes.Service, state: _State) -> list[Route]:
         ("/version", show_version, "GET"),
         ("/load", load, "GET"),
         ("/metrics", metrics, "GET"),
-        ("/v1/models", routes.models, "GET"),
-        ("/v1/models/{model_id:path}", routes.models, "GET"),
+    ]
+
+
+def _about_models() -> list[tuple[str, Handler, str]]:
+    return [
+        ("/v1/models", models.models, "GET"),
+        ("/v1/models/{model_id:path}", models.models, "GET"),
+        ("/tokenize", models.tokenize, "POST"),
+        ("/detokenize", models.detokenize, "POST"),
+    ]
+
+
+def _answers(engine: AnyEngine) -> list[tuple[str, Handler, str]]:
+    """What this engine's model can be asked for."""
+    if isinstance(engine, PoolingEngine):
+        if engine.model.task == "embed":
+            return [("/v1/embeddings", pooling.embeddings, "POST")]
+        return [("/v1/classify", pooling.classify, "POST"), ("/classify", pooling.classify, "POST")]
+    return [
         ("/v1/completions", routes.completions, "POST"),
         ("/v1/chat/completions", routes.chat, "POST"),
-        ("/tokenize", routes.tokenize, "POST"),
-        ("/detokenize", routes.detokenize, "POST"),
-        ("/v1/load_lora_adapter", routes.load_adapter, "POST"),
-        ("/v1/unload_lora_adapter", routes.unload_adapter, "POST"),
+        ("/v1/load_lora_adapter", models.load_adapter, "POST"),
+        ("/v1/unload_lora_adapter", models.unload_adapter, "POST"),
     ]
-    return [Route(path, endpoint(handler), methods=[method]) for path, handler, method in table]
 
 
 def _log_unexpected(error: Exception) -> None:
@@ -246,7 +271,9 @@ class _Guard:
         return ApiError(401, "an API key is needed: Authorization: Bearer ...")
 
 
-def run_server(engine: Engine, options: ServerOptions, *, on_start: Callable[[str], None]) -> int:
+def run_server(
+    engine: AnyEngine, options: ServerOptions, *, on_start: Callable[[str], None]
+) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the process's exit code.
 
     on_start gets the address once it listens. The first signal refuses new requests and lets
@@ -276,7 +303,7 @@ def run_server(engine: Engine, options: ServerOptions, *, on_start: Callable[[st
     return 1 if failed or not server.started else 0
 
 
-def _watch(engine: Engine, server: Any) -> None:
+def _watch(engine: AnyEngine, server: Any) -> None:
     """End the server a moment after the engine died, so that clients see why."""
     while engine.alive:
         time.sleep(0.2)

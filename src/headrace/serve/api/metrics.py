@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from headrace.serve.engine import Engine
+from headrace.serve.pooling import PoolingEngine
 
 _SMALL = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
 TTFT = (*_SMALL, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -41,7 +42,7 @@ _HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
 class Metrics:
     """The registry of one server; `text()` is the page."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: Engine | PoolingEngine, model_name: str) -> None:
         self._registry = CollectorRegistry()
         labels = {"model_name": model_name, "engine": "0"}
         names = tuple(labels)
@@ -82,21 +83,30 @@ class Metrics:
 class _EngineCollector(Collector):
     """Gauges and counters that are read from the engine when asked."""
 
-    def __init__(self, engine: Engine, labels: dict[str, str]) -> None:
+    def __init__(self, engine: Engine | PoolingEngine, labels: dict[str, str]) -> None:
         self._engine, self._labels = engine, labels
 
     def collect(self) -> Iterator[Any]:
-        engine, stats = self._engine, self._engine.stats
-        pool = engine.page_pool
-        gauges = {
-            "num_requests_running": ("Sequences being computed.", engine.num_running),
-            "num_requests_waiting": ("Sequences in the queue.", engine.num_waiting),
-            "kv_cache_usage_perc": ("Share of cache pages in use, 0 to 1.", engine.cache_usage),
-        }
-        for name, (text, value) in gauges.items():
-            yield self._gauge(name, text, value)
+        engine = self._engine
+        yield self._gauge("num_requests_running", "Sequences being computed.", engine.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences in the queue.", engine.num_waiting)
+        yield self._counter(
+            "prompt_tokens", "Prompt tokens computed or reused.", engine.stats.prompt_tokens
+        )
+        late = CounterMetricFamily(
+            "headrace:late_compilations", "Programs compiled after warm-up.", labels=["engine"]
+        )
+        late.add_metric(["0"], engine.late_compilations)
+        yield late
+        if isinstance(engine, Engine):
+            yield from self._generation(engine)
+
+    def _generation(self, engine: Engine) -> Iterator[Any]:
+        stats, pool = engine.stats, engine.page_pool
+        yield self._gauge(
+            "kv_cache_usage_perc", "Share of cache pages in use, 0 to 1.", engine.cache_usage
+        )
         counters = {
-            "prompt_tokens": ("Prompt tokens computed or reused.", stats.prompt_tokens),
             "prompt_tokens_cached": ("Prompt tokens reused.", stats.cached_tokens),
             "generation_tokens": ("Tokens written.", stats.generation_tokens),
             "num_preemptions": ("Sequences that gave their pages back.", stats.preemptions),
@@ -106,33 +116,31 @@ class _EngineCollector(Collector):
             "spec_decode_num_accepted_tokens": ("Guesses kept.", stats.accepted),
         }
         for name, (text, value) in counters.items():
-            family = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), value)
-            yield family
-        late = CounterMetricFamily(
-            "headrace:late_compilations", "Programs compiled after warm-up.", labels=["engine"]
-        )
-        late.add_metric(["0"], engine.late_compilations)
-        yield late
-        yield self._lora()
-        yield self._cache_config()
+            yield self._counter(name, text, value)
+        yield self._lora(engine)
+        yield self._cache_config(engine)
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 
-    def _lora(self) -> GaugeMetricFamily:
-        adapters = self._engine.adapters
+    def _lora(self, engine: Engine) -> GaugeMetricFamily:
+        adapters = engine.adapters
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         family = GaugeMetricFamily("vllm:lora_requests_info", "Loaded adapters.", labels=labels)
         family.add_metric([str(adapters.max_loras), ",".join(adapters.in_use), ""], 1)
         return family
 
-    def _cache_config(self) -> GaugeMetricFamily:
-        shapes = self._engine.shapes
+    def _cache_config(self, engine: Engine) -> GaugeMetricFamily:
+        shapes = engine.shapes
         labels = ["block_size", "num_gpu_blocks", "enable_prefix_caching"]
         family = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the cache.", labels=labels)
-        caching = str(self._engine.options.prefix_caching)
+        caching = str(engine.options.prefix_caching)
         family.add_metric([str(shapes.page_size), str(shapes.num_pages - 1), caching], 1)
         return family

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from headrace.serve.api.errors import ApiError
 from headrace.serve.params import Grammar, SamplingParams
 
 MAX_PROMPTS = 256
+MAX_INPUTS = 2048
 Strict = ConfigDict(extra="ignore", strict=True)
 
 Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
@@ -236,6 +237,49 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class PoolingRequest(BaseModel):
+    """What embeddings and classification share."""
+
+    model_config = Strict
+    model: str | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    add_special_tokens: bool = True
+    user: str | None = None
+
+
+def _some_inputs(value: Any) -> Any:
+    many = isinstance(value, list) and value and not isinstance(value[0], int)
+    if value == [] or (many and len(value) > MAX_INPUTS):
+        raise ValueError(f"a text, or a list of 1 to {MAX_INPUTS} texts, is needed")
+    return value
+
+
+class EmbeddingRequest(PoolingRequest):
+    """POST /v1/embeddings: texts, or texts as token ids."""
+
+    input: Annotated[str | list[str] | list[int] | list[list[int]], AfterValidator(_some_inputs)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1)
+
+
+class TextPair(BaseModel):
+    """Two texts that a classifier compares."""
+
+    model_config = Strict
+    text: str
+    text_pair: str
+
+
+class ClassifyRequest(PoolingRequest):
+    """POST /v1/classify: texts, pairs of texts, or token ids."""
+
+    input: Annotated[
+        str | TextPair | list[str] | list[TextPair] | list[int] | list[list[int]],
+        AfterValidator(_some_inputs),
+    ]
+    use_activation: bool | None = None
 
 
 class TokenizeRequest(BaseModel):

@@ -1,4 +1,4 @@
-"""The endpoints: bodies in, answers or streams out.
+"""Completions and chat: bodies in, answers or streams out.
 
 A client that goes away, waiting or reading, ends its sequences at once. Knows: the engine's door,
 the protocol. Does not know: keys, limits, life cycle (`app`).
@@ -7,27 +7,20 @@ the protocol. Does not know: keys, limits, life cycle (`app`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from headrace.errors import AdapterError, QueueFullError
 from headrace.serve.answers import Answer
 from headrace.serve.api import answer as shape
 from headrace.serve.api.errors import ApiError, as_api_error
-from headrace.serve.api.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    LoadAdapterRequest,
-    TokenizeRequest,
-    UnloadAdapterRequest,
-)
+from headrace.serve.api.protocol import ChatRequest, CompletionRequest
+from headrace.serve.api.service import Service, unless_left
 from headrace.serve.api.text import AnswerSplitter, chat_prompt, opens_reasoning, tool_grammar
 from headrace.serve.engine import Engine, Handle
 from headrace.serve.params import SamplingParams
@@ -36,45 +29,11 @@ from headrace.serve.request import Delta
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 KEEP_ALIVE_SECONDS = 15.0
 
-Reply = Coroutine[Any, Any, Response]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    """What the endpoints share. base_name: the base's model id; default: the model used when a
-    request names none.
-    """
-
-    engine: Engine
-    base_name: str
-    default: str
-    created: int
-    metrics: Any
-    adapter_api: bool
-    read_body: Callable[[Request], Coroutine[Any, Any, bytes]]
-
-    def adapter(self, model: str | None) -> str | None:
-        """The adapter behind a model id, None for the base; 404 for an unknown id."""
-        name = model or self.default
-        if name == self.base_name:
-            return None
-        if name in self.engine.adapters.names:
-            return name
-        raise ApiError(404, f"the model {name!r} is not served here", param="model")
-
-    async def body(self, request: Request, kind: Any) -> Any:
-        """The request's JSON, checked."""
-        media = request.headers.get("content-type", "application/json").split(";")[0].strip()
-        if media.lower() != "application/json":
-            raise ApiError(400, f"Unsupported Media Type: {media}; send application/json")
-        raw = await self.read_body(request)
-        return kind.model_validate_json(raw or b"{}")
-
 
 class Listener:
     """Deltas of one request, inside the event loop."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service[Engine]) -> None:
         self._service = service
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[Delta] = asyncio.Queue()
@@ -130,29 +89,10 @@ class Listener:
                 if delta is not None:
                     found[delta.index].add(delta)
 
-        collecting = asyncio.ensure_future(collect())
-        watching = asyncio.ensure_future(_left(request))
-        try:
-            await asyncio.wait({collecting, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not collecting.done():
-                raise ApiError(499, "the client closed the connection")
-            collecting.result()
-        finally:
-            for task in (collecting, watching):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        await unless_left(request, collect())
         for each in found:
             _raise_failure(each.finish_reason, each.error)
         return found
-
-
-async def _left(request: Request) -> None:
-    """Returns when the client has gone."""
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            return
 
 
 def _raise_failure(reason: str | None, error: str) -> None:
@@ -165,7 +105,7 @@ def _raise_failure(reason: str | None, error: str) -> None:
 # completions ------------------------------------------------------------------------------------
 
 
-async def completions(service: Service, request: Request) -> Response:
+async def completions(service: Service[Engine], request: Request) -> Response:
     """POST /v1/completions"""
     body: CompletionRequest = await service.body(request, CompletionRequest)
     body.check_stream()
@@ -227,7 +167,7 @@ class _CompletionWriter:
 
     def __init__(
         self,
-        service: Service,
+        service: Service[Engine],
         body: CompletionRequest,
         prompts: list[list[int]],
         params: SamplingParams,
@@ -349,7 +289,7 @@ def _running_usage(
 # chat -------------------------------------------------------------------------------------------
 
 
-async def chat(service: Service, request: Request) -> Response:
+async def chat(service: Service[Engine], request: Request) -> Response:
     """POST /v1/chat/completions"""
     body: ChatRequest = await service.body(request, ChatRequest)
     body.check_stream()
@@ -410,7 +350,7 @@ def _chat_choice(
 
 
 async def _chat_chunks(
-    service: Service,
+    service: Service[Engine],
     body: ChatRequest,
     listener: Listener,
     head: dict[str, Any],
@@ -472,93 +412,3 @@ def _stream(chunks: AsyncIterator[str]) -> Response:
         yield shape.DONE
 
     return StreamingResponse(guarded(), media_type="text/event-stream", headers=STREAM_HEADERS)
-
-
-# models, tokens, adapters -----------------------------------------------------------------------
-
-
-async def models(service: Service, request: Request) -> Response:
-    """GET /v1/models and /v1/models/{id}"""
-    names = [service.base_name, *service.engine.adapters.names]
-    names.sort(key=lambda name: name != service.default)
-    cards = [
-        shape.model_card(
-            name,
-            service.created,
-            parent=None if name == service.base_name else service.base_name,
-            root=service.base_name,
-            max_model_len=service.engine.shapes.max_model_len,
-            chat=bool(getattr(service.engine.model.tokenizer, "chat_template", None)),
-        )
-        for name in names
-    ]
-    wanted = request.path_params.get("model_id")
-    if wanted is None:
-        return JSONResponse({"object": "list", "data": cards})
-    for card in cards:
-        if card["id"] == wanted:
-            return JSONResponse(card)
-    raise ApiError(404, f"the model {wanted!r} is not served here", param="model")
-
-
-async def tokenize(service: Service, request: Request) -> Response:
-    """POST /tokenize"""
-    body: TokenizeRequest = await service.body(request, TokenizeRequest)
-    tokenizer = service.engine.model.tokenizer
-    service.adapter(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give prompt or messages, one of them")
-    if tokenizer is None:
-        raise ApiError(400, "this model has no tokenizer")
-    if body.prompt is not None:
-        ids = tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"]
-    else:
-        conversation = ChatRequest(
-            messages=body.messages or [], add_generation_prompt=body.add_generation_prompt
-        )
-        ids = chat_prompt(tokenizer, conversation)
-    longest = service.engine.shapes.max_model_len
-    return JSONResponse({"count": len(ids), "max_model_len": longest, "tokens": list(ids)})
-
-
-async def detokenize(service: Service, request: Request) -> Response:
-    """POST /detokenize"""
-    body: DetokenizeRequest = await service.body(request, DetokenizeRequest)
-    tokenizer, size = service.engine.model.tokenizer, service.engine.model.vocab_size
-    service.adapter(body.model)
-    if tokenizer is None:
-        raise ApiError(400, "this model has no tokenizer")
-    if any(not 0 <= t < size for t in body.tokens):
-        raise ApiError(400, f"token ids are from 0 to {size - 1}", param="tokens")
-    return JSONResponse({"prompt": tokenizer.decode(body.tokens)})
-
-
-async def load_adapter(service: Service, request: Request) -> Response:
-    """POST /v1/load_lora_adapter"""
-    _adapter_api(service)
-    body: LoadAdapterRequest = await service.body(request, LoadAdapterRequest)
-    if body.lora_name == service.base_name:
-        raise ApiError(400, "an adapter cannot have the base's name", param="lora_name")
-    from pathlib import Path
-
-    if not (Path(body.lora_path) / "adapter_config.json").is_file():
-        raise ApiError(404, f"no adapter was found for {body.lora_name!r}", param="lora_path")
-    await asyncio.to_thread(
-        service.engine.load_adapter, body.lora_name, body.lora_path, replace=body.load_inplace
-    )
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
-
-
-async def unload_adapter(service: Service, request: Request) -> Response:
-    """POST /v1/unload_lora_adapter"""
-    _adapter_api(service)
-    body: UnloadAdapterRequest = await service.body(request, UnloadAdapterRequest)
-    if body.lora_name not in service.engine.adapters.names:
-        raise ApiError(404, f"no adapter named {body.lora_name!r} is loaded", param="lora_name")
-    await asyncio.to_thread(service.engine.unload_adapter, body.lora_name)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-
-def _adapter_api(service: Service) -> None:
-    if not service.adapter_api:
-        raise ApiError(403, "adapters are managed with an API key or from this machine only")
