@@ -1,4 +1,4 @@
-"""`headrace eval config.yaml`: loss, perplexity, accuracy, exact match of a model or adapter.
+"""`headrace eval config.yaml`: the scores of a model or adapter, for every task that is trained.
 
 Knows: words, the table that is printed. Does not know: how scores are made (`headrace.evaluate`).
 """
@@ -6,6 +6,7 @@ Knows: words, the table that is printed. Does not know: how scores are made (`he
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,7 +49,7 @@ def evaluate(
     """
     config = read_settings(context.args).config
     chosen = _which(config, model, base=base)
-    _check_task(config, tasks)
+    _check_task(config, tasks, samples)
     if tasks is not None:
         _show_tasks(chosen, _run_tasks(config, chosen, tasks, include_path, limit), as_json)
         return
@@ -56,20 +57,23 @@ def evaluate(
 
     report = run(config, model=chosen, num_samples=samples, max_new_tokens=max_new_tokens)
     if as_json:
-        typer.echo(json.dumps({"model": chosen, "rows": report.num_rows, **report.metrics}))
+        # NaN and infinity are no JSON
+        metrics = {k: v if math.isfinite(v) else None for k, v in report.metrics.items()}
+        typer.echo(json.dumps({"model": chosen, "rows": report.num_rows, **metrics}))
     else:
         _show(chosen, report)
 
 
-def _check_task(config: TrainConfig, tasks: str | None) -> None:
+def _check_task(config: TrainConfig, tasks: str | None, samples: int) -> None:
     from headrace.errors import ConfigError
 
-    scored = ("causal", "sequence-classification")
-    if config.task not in (*scored, "preference") or (config.task == "preference" and not tasks):
+    if tasks and config.task not in ("causal", "preference"):
         raise ConfigError(
-            f"task {config.task} is not scored here, only {' and '.join(scored)}. Its metrics come "
-            "with training: set eval_strategy, or call trainer.evaluate() in Python"
+            f"--tasks {tasks}: lm-evaluation-harness asks causal language models; task is "
+            f"{config.task}. Leave --tasks out to score the recipe's evaluation rows"
         )
+    if samples and config.task != "causal":
+        raise ConfigError(f"--samples shows answers of task causal; task is {config.task}")
 
 
 def _which(config: TrainConfig, model: str | None, *, base: bool) -> str:

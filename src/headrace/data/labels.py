@@ -75,6 +75,17 @@ def find_labels(
     return Labels(names=tuple(names))
 
 
+def label_names(model: Any) -> list[str] | None:
+    """Names by id of a model that is a classifier already; LABEL_0, ... are placeholders.
+
+    model: a transformers model, or None.
+    """
+    names = getattr(getattr(model, "config", None), "id2label", None) or {}
+    ordered = [str(names[i]) for i in sorted(names)]
+    placeholders = all(name == f"LABEL_{i}" for i, name in enumerate(ordered))
+    return None if placeholders or len(ordered) < 2 else ordered
+
+
 def _number(value: Any) -> float | None:
     if isinstance(value, bool):
         return None

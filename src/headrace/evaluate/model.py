@@ -16,11 +16,19 @@ from peft import PeftModel
 
 from headrace.bridge.module import JaxModule, to_jax
 from headrace.bridge.passes.head import Head
-from headrace.errors import CaptureError
-from headrace.weights.adapter import find_adapter, load_torch_model
+from headrace.errors import CaptureError, ConfigError
+from headrace.weights.adapter import auto_class, find_adapter, load_torch_model, task_of_adapter
 
-CAUSAL_INPUTS = ("input_ids", "position_ids")
-CLASSIFIER_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+_CAUSAL_INPUTS = ("input_ids", "position_ids")
+_ENCODER_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+INPUTS = {
+    "causal": _CAUSAL_INPUTS,
+    "preference": _CAUSAL_INPUTS,
+    "reward": ("input_ids", "attention_mask"),
+    "sequence-classification": _ENCODER_INPUTS,
+    "token-classification": _ENCODER_INPUTS,
+    "masked-lm": _ENCODER_INPUTS,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +63,10 @@ def load_eval_model(
 ) -> EvalModel:
     """Load a model or adapter folder (or hub id), capture it and put its weights on the device.
 
-    tokenizer: one that is loaded already; else the folder's own, else the base's.
+    tokenizer: one that is loaded already; else the folder's own, else the base's. Raises
+    ConfigError when the folder holds a model of another task.
     """
+    _check_kind(name, task, trust_remote_code=trust_remote_code)
     model = load_torch_model(
         name,
         base=base,
@@ -71,9 +81,9 @@ def load_eval_model(
 
 def capture_for_eval(model: Any, tokenizer: Any, *, task: str = "causal") -> EvalModel:
     """An EvalModel of a torch model that is loaded already; its weights are copied."""
-    names = CAUSAL_INPUTS if task == "causal" else CLASSIFIER_INPUTS
-    if task != "causal" and "token_type_ids" not in tokenizer.model_input_names:
-        names = names[:2]
+    names = INPUTS[task]
+    if "token_type_ids" not in tokenizer.model_input_names:
+        names = tuple(name for name in names if name != "token_type_ids")
     ids = torch.ones(2, 16, dtype=torch.int64)
     examples = {
         "input_ids": ids,
@@ -100,6 +110,50 @@ def capture_for_eval(model: Any, tokenizer: Any, *, task: str = "causal") -> Eva
         tokenizer=tokenizer,
         inputs=names,
     )
+
+
+def _check_kind(name: str | Path, task: str, *, trust_remote_code: bool) -> None:
+    """A folder's model must be of the task; weights its files lack would be random numbers."""
+    from transformers import AutoConfig
+
+    adapter = find_adapter(name)
+    wanted = "sequence-classification" if task == "reward" else task
+    if adapter is not None:
+        found = task_of_adapter(adapter)
+        if found not in (None, wanted) and (found, wanted) != ("causal", "preference"):
+            raise ConfigError(
+                f"{name} is an adapter for {found}, task is {task}. Give the recipe it was trained "
+                f"with, or set task: {found}"
+            )
+        return
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        return  # loading says what is missing
+    config = AutoConfig.from_pretrained(str(name), trust_remote_code=trust_remote_code)
+    known, fitting = _known_classes(), _classes_of(auto_class(wanted))
+    for each in config.architectures or []:
+        if each in known and each not in fitting:
+            raise ConfigError(
+                f"{name} holds a {each}, which has no head for task {task}: its scores would be "
+                "those of random weights. Set the task it was trained for, or train it first"
+            )
+
+
+def _classes_of(auto: Any) -> set[str]:
+    """Names of the model classes an auto class loads."""
+    found: set[str] = set()
+    for each in auto._model_mapping._model_mapping.values():
+        found |= {each} if isinstance(each, str) else set(each)
+    return found
+
+
+def _known_classes() -> set[str]:
+    """Names of transformers' own models, headless ones and all tasks' here."""
+    import transformers
+
+    classes = _classes_of(transformers.AutoModel)
+    for task in INPUTS:
+        classes |= _classes_of(auto_class(task))
+    return classes
 
 
 def load_tokenizer(

@@ -6,7 +6,7 @@ Knows: which rows are evaluation rows, which numbers a task has. Does not know: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from headrace.config import TrainConfig
-from headrace.data.load import TrainingData, load_data, load_tables
+from headrace.data.labels import label_names
+from headrace.data.load import LABELLED_TASKS, TrainingData, load_data, load_tables
 from headrace.data.loader import Loader
+from headrace.data.table import Table
 from headrace.errors import ConfigError
 from headrace.evaluate.decode import greedy_generate
-from headrace.evaluate.metrics import classification_scores, perplexity, regression_scores
+from headrace.evaluate.metrics import perplexity
 from headrace.evaluate.model import EvalModel, load_eval_model, load_tokenizer
-from headrace.evaluate.score import predict_rows, score_causal
+from headrace.evaluate.score import score_causal
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +62,9 @@ def evaluate(
     place of the configuration's. num_samples: rows to answer by greedy generation.
 
     Causal: loss (nats a supervised token), perplexity, mean_token_accuracy, and exact_match where
-    only the answer is supervised (see score.py). Classification: accuracy, f1_weighted, f1_macro,
-    or mse, mae, r2. Compiles once a row length. Raises DataError without evaluation rows.
+    only the answer is supervised (see score.py). The other tasks: what training evaluates
+    (docs/training.md). Compiles once a row length. Raises DataError without evaluation rows,
+    ConfigError for a model of another task.
     """
     name = model if isinstance(model, (str, Path)) else config.model_name_or_path
     if isinstance(model, EvalModel):
@@ -87,19 +90,29 @@ def evaluate(
         rows=data.train.rows, batch_size=config.per_device_eval_batch_size, shuffle=False
     )
     if config.task != "causal":
-        return _classification(data, loaded, loader)
+        # Imported here: training uses this package's decoding, and comes before it.
+        from headrace.evaluate.tasks import score_task
+
+        return EvalReport(
+            source=data.train.report.source,
+            num_rows=len(data.train.rows),
+            metrics=score_task(config, loaded, data.labels, loader),
+        )
     return _causal(data, loaded, loader, num_samples=num_samples, max_new_tokens=max_new_tokens)
 
 
 def _evaluation_rows(config: TrainConfig, model: EvalModel, given: Any) -> TrainingData:
     """The evaluation rows, one example a row, as the `train` part of TrainingData."""
+    names: Sequence[str] | None = None
+    training: Table | None = None
     if given is None:
         strategy = "epoch" if config.eval_strategy == "no" else config.eval_strategy
-        given = load_tables(config.replace(eval_strategy=strategy))[1]
-    names = None
-    if config.task != "causal":
-        by_id: Mapping[int, str] = model.torch_model.config.id2label or {}
-        names = [by_id[i] for i in sorted(by_id)] if len(by_id) > 1 else None
+        training, given = load_tables(config.replace(eval_strategy=strategy))
+    if config.task in LABELLED_TASKS:
+        names = label_names(model.torch_model)
+        if names is None and training is not None:  # an adapter of PEFT's own: no names are saved
+            found = load_data(config, model.tokenizer, train_dataset=training, eval_dataset=given)
+            names = None if found.labels is None else found.labels.names
     changes: dict[str, Any] = {"packing": False} if config.task == "causal" else {}
     once = config.replace(
         eval_strategy="no", eval_dataset_name=None, test_split_size=None,
@@ -179,13 +192,3 @@ def _samples(
         Sample(prompt=text(prompt), expected=text(expected), answer=text(answer))
         for (prompt, expected), answer in zip(pairs, answers, strict=True)
     )
-
-
-def _classification(data: TrainingData, model: EvalModel, loader: Loader) -> EvalReport:
-    logits_NC, labels_N = predict_rows(model, _one_epoch(loader))
-    assert data.labels is not None
-    if data.labels.names is None:
-        metrics = regression_scores(logits_NC[:, 0], labels_N)
-    else:
-        metrics = classification_scores(logits_NC.argmax(axis=-1), labels_N)
-    return EvalReport(source=data.train.report.source, num_rows=len(labels_N), metrics=metrics)

@@ -1,4 +1,4 @@
-"""One pass over batches: summed losses, hits, and which rows a greedy decoder would get right.
+"""One pass over causal batches: summed losses, hits, rows that greedy decoding would get right.
 
 A greedy decoder reproduces an answer exactly when the arg-max at every position of the answer, its
 end token included, is the answer's own token given the tokens before. So one forward pass with the
@@ -77,26 +77,3 @@ def causal_step(
         return jnp.where(mask_S, nll_S, 0.0).sum(), mask_S.sum(), hit_S.sum()
 
     return jax.lax.map(row, (outputs.logits, targets_BS))
-
-
-def predict_rows(
-    model: EvalModel, batches: Iterable[Mapping[str, np.ndarray]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """A classifier's logits [N, C] and the labels [N] of all real rows. Compiles once a shape."""
-
-    def step(params: Any, buffers: Any, batch: Mapping[str, Array]) -> Array:
-        inputs: dict[str, Any] = {name: batch[name] for name in model.inputs if name in batch}
-        outputs, _ = model.module.apply(params, buffers, train=False, **inputs)
-        return outputs.logits.astype(jnp.float32)
-
-    run = jax.jit(step)
-    logits: list[np.ndarray] = []
-    labels: list[np.ndarray] = []
-    for batch in batches:
-        inputs = {name: batch[name] for name in model.inputs if name in batch}
-        real = batch["weights"] > 0
-        logits.append(np.asarray(run(model.params, model.buffers, inputs))[real])
-        labels.append(batch["labels"][real])
-    if not logits:
-        return np.zeros((0, 1), np.float32), np.zeros(0, np.int32)
-    return np.concatenate(logits), np.concatenate(labels)

@@ -51,6 +51,9 @@ class AdapterReport:
         )
 
 
+_HEADS = ("classifier", "score")  # names PEFT trains whole for classifiers
+
+
 def apply_lora(
     model: nn.Module, config: PeftConfig, *, task_type: TaskType | None = None
 ) -> tuple[PeftModel, AdapterReport]:
@@ -77,6 +80,10 @@ def apply_lora(
     if config.task_type is None and task_type is not None:
         config = copy.copy(config)
         config.task_type = task_type
+    if config.task_type == TaskType.TOKEN_CLS and config.target_modules == "all-linear":
+        # The head is trained whole. PEFT leaves it out of all-linear for SEQ_CLS only.
+        config = copy.copy(config)
+        config.exclude_modules = config.exclude_modules or list(_HEADS)
     total = sum(p.numel() for p in model.parameters())
     names = Counter(name.rsplit(".", 1)[-1] for name, _ in model.named_modules())
     try:

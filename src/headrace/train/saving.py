@@ -72,6 +72,9 @@ def save_run(run: Run, state: TrainState, path: str | Path) -> None:
     if isinstance(run.model, PeftModel):
         save_adapter(run.model, path)
     else:
+        if run.data.labels is not None:  # the names of the labels; PEFT's own files hold none
+            base: Any = run.model.get_base_model()
+            base.config.save_pretrained(str(path))
         run.model.save_pretrained(str(path))
     run.processing_class.save_pretrained(str(path))
 

@@ -26,6 +26,7 @@ from headrace.config import TrainConfig, peft_config
 from headrace.data.batches import Rows
 from headrace.data.chat import chat_template
 from headrace.data.load import TrainingData, load_data
+from headrace.data.labels import label_names
 from headrace.data.loader import Loader
 from headrace.errors import ConfigError, DataError
 from headrace.train.averaging import with_average
@@ -115,7 +116,7 @@ def build_run(
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         model_max_length=_max_positions(config, model),
-        label_names=_label_names(model),
+        label_names=label_names(model),
     )
     torch.manual_seed(config.seed)  # new heads and adapters start the same in every run
     torch_model: Any = model
@@ -287,14 +288,6 @@ def _max_positions(config: TrainConfig, model: Any) -> int | None:
             )
     text = found.get_text_config() if hasattr(found, "get_text_config") else found
     return getattr(text, "max_position_embeddings", None)
-
-
-def _label_names(model: Any) -> list[str] | None:
-    """Names of a model that already is a classifier; LABEL_0, ... are placeholders, not names."""
-    names = getattr(getattr(model, "config", None), "id2label", None) or {}
-    ordered = [str(names[i]) for i in sorted(names)]
-    placeholders = all(name == f"LABEL_{i}" for i, name in enumerate(ordered))
-    return None if placeholders or len(ordered) < 2 else ordered
 
 
 def _check_vocabulary(model: Any, rows: Rows) -> None:

@@ -48,8 +48,8 @@ def load_torch_model(
     """The model, or the PeftModel on its base, in evaluation mode.
 
     name: a model or adapter folder, or a hub id. base: the base model, when it is not where the
-    adapter's configuration says. task: "causal" or "sequence-classification"; read from the
-    adapter or the model's configuration when None. dtype: "auto" keeps the files' own.
+    adapter's configuration says. task: one of the configuration's; an adapter's own task type
+    wins, and None reads the model's configuration. dtype: "auto" keeps the files' own.
     Raises ConfigError for a folder that is neither model nor adapter, AdapterError for an adapter
     without a base.
     """
@@ -60,13 +60,15 @@ def load_torch_model(
     }
     if adapter is None:
         _require_model(name)
-        kind = _auto_class(task or _task_of_config(str(name), trust_remote_code))
+        kind = auto_class(task or _task_of_config(str(name), trust_remote_code))
         return kind.from_pretrained(str(name), revision=revision, **options).eval()
     source = str(base or adapter.base_model_name_or_path or "")
     if not source:
         raise AdapterError(f"{name} does not say which base model it belongs to; name it")
     _require_model(source, adapter=str(name))
-    kind = _auto_class(_task_of_adapter(adapter))
+    kind = auto_class(
+        task_of_adapter(adapter) or task or _task_of_config(source, trust_remote_code)
+    )
     model = kind.from_pretrained(source, **options, **_label_options(Path(name), adapter))
     # In the base's dtype: a float32 copy of a bfloat16 adapter would compute something else.
     peft_model = PeftModel.from_pretrained(model, str(name), autocast_adapter_dtype=False)
@@ -86,16 +88,29 @@ def _require_model(name: str | Path, *, adapter: str | None = None) -> None:
         raise ConfigError(f"{name} does not exist{hint}")
 
 
-def _auto_class(task: str) -> Any:
+_AUTO_CLASSES = {
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "reward": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "masked-lm": "AutoModelForMaskedLM",
+}
+_ADAPTER_TASKS = {
+    TaskType.SEQ_CLS: "sequence-classification",
+    TaskType.TOKEN_CLS: "token-classification",
+    TaskType.CAUSAL_LM: "causal",
+}
+
+
+def task_of_adapter(adapter: PeftConfig) -> str | None:
+    """The task an adapter's task_type stands for; None when it names none of ours."""
+    return _ADAPTER_TASKS.get(TaskType(adapter.task_type)) if adapter.task_type else None
+
+
+def auto_class(task: str) -> Any:
+    """The transformers class that loads models of a task; AutoModelForCausalLM for all others."""
     import transformers
 
-    if task == "sequence-classification":
-        return transformers.AutoModelForSequenceClassification
-    return transformers.AutoModelForCausalLM
-
-
-def _task_of_adapter(adapter: PeftConfig) -> str:
-    return "sequence-classification" if adapter.task_type == TaskType.SEQ_CLS else "causal"
+    return getattr(transformers, _AUTO_CLASSES.get(task, "AutoModelForCausalLM"))
 
 
 def _task_of_config(name: str, trust_remote_code: bool) -> str:
@@ -103,13 +118,15 @@ def _task_of_config(name: str, trust_remote_code: bool) -> str:
 
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     classes: list[str] = config.architectures or []
-    named = any(each.endswith("ForSequenceClassification") for each in classes)
-    return "sequence-classification" if named else "causal"
+    for task, auto in _AUTO_CLASSES.items():
+        if any(each.endswith(auto.removeprefix("AutoModel")) for each in classes):
+            return task
+    return "causal"
 
 
 def _label_options(folder: Path, adapter: PeftConfig) -> dict[str, Any]:
     """num_labels and names for a classifier's base: from config.json beside it, or the head."""
-    if adapter.task_type != TaskType.SEQ_CLS:
+    if adapter.task_type not in (TaskType.SEQ_CLS, TaskType.TOKEN_CLS):
         return {}
     if (folder / "config.json").is_file():
         from transformers import AutoConfig
