@@ -344,6 +344,8 @@ class Engine:
     def _check_prompt(self, ids: Sequence[int], params: SamplingParams) -> int:
         """The most tokens the answer may have."""
         most = self.shapes.max_model_len
+        if params.n > self.options.max_queue:
+            raise ConfigError(f"n is {params.n}; the queue takes {self.options.max_queue} answers")
         if not ids:
             raise ConfigError("the prompt is empty; give at least one token")
         wanted = params.max_tokens or 1

@@ -9,6 +9,7 @@ routes.py     completions and chat
 pooling.py    embeddings and classification
 models.py     models, tokens there and back, adapters
 metrics.py    Prometheus names
+openapi.py    /openapi.json
 app.py        the application: keys, limits, life cycle
 playground.html, pooling.html  the page at /
 """

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -30,6 +30,17 @@ from headrace.errors import ConfigError
 from headrace.serve.api import models, pooling, routes
 from headrace.serve.api.errors import ApiError, as_api_error
 from headrace.serve.api.metrics import Metrics
+from headrace.serve.api.openapi import Endpoint, describe
+from headrace.serve.api.protocol import (
+    ChatRequest,
+    ClassifyRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 from headrace.serve.api.service import Service
 from headrace.serve.engine import Engine
 from headrace.serve.pooling import PoolingEngine
@@ -99,7 +110,7 @@ def build_app(engine: AnyEngine, options: ServerOptions | None = None) -> Starle
         read_body=partial(_read_body, options),
     )
     app = Starlette(
-        routes=_routes(service, state),
+        routes=_routes(service, state, keyed=bool(options.api_keys)),
         exception_handlers={Exception: _failed, HTTPException: _http_failed},
     )
     app.state.headrace = state
@@ -108,26 +119,29 @@ def build_app(engine: AnyEngine, options: ServerOptions | None = None) -> Starle
     return app
 
 
-Handler = Callable[[Service[Any], Request], Awaitable[Response]]
-
-
-def _routes(service: Service[Any], state: _State) -> list[Route]:
-    def endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def _routes(service: Service[Any], state: _State, *, keyed: bool) -> list[Route]:
+    def route(endpoint: Endpoint) -> Route:
         async def run(request: Request) -> Response:
             try:
-                return await handler(service, request)
+                return await endpoint.handler(service, request)
             except Exception as error:
                 if not isinstance(error, ApiError):
                     _log_unexpected(error)
                 return as_api_error(error).response()
 
-        return run
+        return Route(endpoint.path, run, methods=[endpoint.method])
 
-    table = [*_life(state), *_about_models(), *_answers(service.engine)]
-    return [Route(path, endpoint(handler), methods=[method]) for path, handler, method in table]
+    endpoints = [*_life(state), *_about_models(), *_answers(service.engine)]
+    description = describe(endpoints, keyed=keyed)
+
+    async def openapi(service: Service[Any], request: Request) -> Response:
+        return JSONResponse(description)
+
+    last = Endpoint(path="/openapi.json", handler=openapi, summary="This description.")
+    return [route(endpoint) for endpoint in (*endpoints, last)]
 
 
-def _life(state: _State) -> list[tuple[str, Handler, str]]:
+def _life(state: _State) -> list[Endpoint]:
     """Health, numbers and the page, which every server has."""
 
     async def health(service: Service[Any], request: Request) -> Response:
@@ -152,36 +166,76 @@ def _life(state: _State) -> list[tuple[str, Handler, str]]:
         return HTMLResponse(files("headrace.serve.api").joinpath(name).read_text())
 
     return [
-        ("/", page, "GET"),
-        ("/health", health, "GET"),
-        ("/ping", health, "GET"),
-        ("/ready", ready, "GET"),
-        ("/version", show_version, "GET"),
-        ("/load", load, "GET"),
-        ("/metrics", metrics, "GET"),
+        Endpoint(path="/", handler=page, summary="The playground.", media="text/html"),
+        Endpoint(path="/health", handler=health, summary="200 while the engine lives."),
+        Endpoint(path="/ping", handler=health, summary="The same as /health."),
+        Endpoint(path="/ready", handler=ready, summary="200 while requests are taken."),
+        Endpoint(path="/version", handler=show_version, summary="The version."),
+        Endpoint(path="/load", handler=load, summary="Requests in flight."),
+        Endpoint(path="/metrics", handler=metrics, summary="Prometheus.", media="text/plain"),
     ]
 
 
-def _about_models() -> list[tuple[str, Handler, str]]:
+def _about_models() -> list[Endpoint]:
+    one = "/v1/models/{model_id:path}"
     return [
-        ("/v1/models", models.models, "GET"),
-        ("/v1/models/{model_id:path}", models.models, "GET"),
-        ("/tokenize", models.tokenize, "POST"),
-        ("/detokenize", models.detokenize, "POST"),
+        Endpoint(path="/v1/models", handler=models.models, summary="What is served."),
+        Endpoint(path=one, handler=models.models, summary="One model."),
+        Endpoint(
+            path="/tokenize",
+            handler=models.tokenize,
+            summary="Text or messages to token ids.",
+            body=TokenizeRequest,
+        ),
+        Endpoint(
+            path="/detokenize",
+            handler=models.detokenize,
+            summary="Token ids to text.",
+            body=DetokenizeRequest,
+        ),
     ]
 
 
-def _answers(engine: AnyEngine) -> list[tuple[str, Handler, str]]:
+def _answers(engine: AnyEngine) -> list[Endpoint]:
     """What this engine's model can be asked for."""
-    if isinstance(engine, PoolingEngine):
-        if engine.model.task == "embed":
-            return [("/v1/embeddings", pooling.embeddings, "POST")]
-        return [("/v1/classify", pooling.classify, "POST"), ("/classify", pooling.classify, "POST")]
+    if isinstance(engine, Engine):
+        return _generation()
+    if engine.model.task == "embed":
+        path, handler, summary = "/v1/embeddings", pooling.embeddings, "Embeddings of texts."
+        return [Endpoint(path=path, handler=handler, summary=summary, body=EmbeddingRequest)]
+    summary = "Classes of texts."
     return [
-        ("/v1/completions", routes.completions, "POST"),
-        ("/v1/chat/completions", routes.chat, "POST"),
-        ("/v1/load_lora_adapter", models.load_adapter, "POST"),
-        ("/v1/unload_lora_adapter", models.unload_adapter, "POST"),
+        Endpoint(path=path, handler=pooling.classify, summary=summary, body=ClassifyRequest)
+        for path in ("/v1/classify", "/classify")
+    ]
+
+
+def _generation() -> list[Endpoint]:
+    return [
+        Endpoint(
+            path="/v1/completions",
+            handler=routes.completions,
+            summary="Continue a text.",
+            body=CompletionRequest,
+        ),
+        Endpoint(
+            path="/v1/chat/completions",
+            handler=routes.chat,
+            summary="Answer a conversation.",
+            body=ChatRequest,
+        ),
+        Endpoint(
+            path="/v1/load_lora_adapter",
+            handler=models.load_adapter,
+            summary="Load an adapter.",
+            body=LoadAdapterRequest,
+        ),
+        Endpoint(
+            path="/v1/unload_lora_adapter",
+            handler=models.unload_adapter,
+            summary="Take an adapter out.",
+            body=UnloadAdapterRequest,
+        ),
     ]
 
 

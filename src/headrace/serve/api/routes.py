@@ -124,6 +124,9 @@ async def completions(service: Service[Engine], request: Request) -> Response:
     )
     tokenizer = service.engine.model.tokenizer
     prompts = [_prompt_ids(tokenizer, p, body) for p in body.prompts()]
+    most = service.engine.options.max_queue
+    if len(prompts) > most:
+        raise ApiError(400, f"{len(prompts)} prompts; the queue takes {most}", param="prompt")
     head = {
         "id": f"cmpl-{secrets.token_hex(12)}",
         "object": "text_completion",
