@@ -110,7 +110,9 @@ def test_the_second_run_tokenises_nothing_and_gives_the_same_steps(
     assert same(steps(first, config), steps(second, config))
     assert second.eval is not None and first.eval is not None
     assert np.array_equal(second.eval.rows.examples.input_ids, first.eval.rows.examples.input_ids)
+    assert "prepared now; the next run reads it from" in str(first.train.report)
     assert "prepared before: read from" in str(second.train.report)
+    assert "prepared now" not in str(second.train.report)
     assert second.train.report.rows_kept == first.train.report.rows_kept
     assert second.train.report.example == first.train.report.example
 

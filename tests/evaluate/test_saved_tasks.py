@@ -1,4 +1,4 @@
-"""`headrace eval` of saved files, for every task: as training scored them, and as stock torch does."""
+"""`headrace eval` of saved files, for every task: as training scored them, and as stock torch."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from transformers import (
 
 from headrace.config import SFTConfig
 from headrace.train import SFTTrainer
+from headrace.train.lora import serving_notes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -95,6 +96,31 @@ def test_new_tokens_are_trained_and_saved_with_the_adapter(tmp_path: Path) -> No
     assert torch.allclose(logits(stock), logits(trainer.model), atol=1e-5)
     learned = stock.get_input_embeddings().weight[-2:].detach()
     assert (learned - before).abs().max() > 1e-3, "the new rows moved"
+
+
+def test_frozen_new_tokens_and_what_vllm_refuses_are_said_at_the_start(tmp_path: Path) -> None:
+    path = tiny.saved(llama(tied=False), tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<tool>", "<unused>"], special_tokens=True)
+    base.resize_token_embeddings(len(tokenizer))
+    trainer = SFTTrainer(
+        base, config(tmp_path / "out"), processing_class=tokenizer,
+        train_dataset=[{"prompt": "the cat", "completion": " <tool> sees"}] * 12,
+        peft_config=LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
+    )  # fmt: skip
+    said = "\n".join(trainer.run.notes)
+    assert f"tokens that {path} does not know (1: <tool>)" in said
+    assert "set lora_modules_to_save: [embed_tokens, lm_head]" in said
+    assert "vLLM loads no adapter with DoRA; `headrace merge`" in said
+
+
+def test_notes_for_vllm_are_those_of_its_own_checks() -> None:
+    assert serving_notes(LoraConfig(r=16, target_modules=["q_proj"], use_rslora=True)) == []
+    (note,) = serving_notes(LoraConfig(r=64, target_modules=["q_proj"]))
+    assert "--max-lora-rank 64" in note
+    (note,) = serving_notes(LoraConfig(modules_to_save=["lm_head"], bias="all"))
+    assert "modules_to_save, bias" in note
 
 
 def test_experts_of_a_mixture_are_adapted_by_parameter(

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -16,6 +18,7 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
 )
 
 from headrace.errors import AdapterError, ConfigError
@@ -149,3 +152,26 @@ def test_an_adapter_without_weights_is_refused(base: Path, tmp_path: Path) -> No
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(AdapterError, match=r"no adapter_model\.safetensors"):
         merge_adapter(adapter, tmp_path / "merged")
+
+
+def test_a_merged_folder_tells_llama_cpp_its_template_and_where_to_stop(tmp_path: Path) -> None:
+    """gguf.SpecialVocab is what llama.cpp's converter reads a folder's special tokens with."""
+    words = ["<s>", "<|im_start|>", "<|im_end|>", "user", "hi"]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    model = tiny_llama()
+    model.save_pretrained(tmp_path / "base")
+    adapter = adapter_of(
+        LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter",
+        target_modules=["q_proj"], task_type="CAUSAL_LM",
+    )  # fmt: skip
+    tokenizer.save_pretrained(adapter)
+    model.generation_config.eos_token_id = [2, 4]  # as training leaves it beside the adapter
+    model.generation_config.to_json_file(str(adapter / "generation_config.json"))
+    merge_adapter(adapter, tmp_path / "merged")
+    found = gguf.SpecialVocab(tmp_path / "merged", load_merges=False)
+    assert found.chat_template == tokenizer.chat_template
+    assert found.special_token_ids["eos"] == 2
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert stock.generation_config.eos_token_id == [2, 4]

@@ -71,8 +71,8 @@ def cache_key(
 
 def store(
     folder: Path, key: str, datasets: Mapping[str, Dataset | None], labels: Labels | None
-) -> None:
-    """Write under folder/key. A full or read-only disk costs the cache, not the run."""
+) -> bool:
+    """Write under folder/key. A full or read-only disk costs the cache, not the run: False then."""
     making = folder / f".{key}.{os.getpid()}.tmp"
     try:
         making.mkdir(parents=True, exist_ok=True)
@@ -88,8 +88,9 @@ def store(
         making.rename(folder / key)
     except OSError:
         shutil.rmtree(making, ignore_errors=True)
-        return
+        return False
     _prune(folder)
+    return True
 
 
 def load(folder: Path, key: str) -> tuple[dict[str, Dataset], Labels | None] | None:

@@ -109,8 +109,9 @@ def load_data(
         data = TrainingData(train=datasets["train"], eval=datasets.get("eval"), labels=labels)
         return _with_note(data, f"prepared before: read from {folder / key}")
     data = _prepare(config, tokenizer, None, None, label_names, limit)
-    cache.store(folder, key, {"train": data.train, "eval": data.eval}, data.labels)
-    return data
+    if not cache.store(folder, key, {"train": data.train, "eval": data.eval}, data.labels):
+        return _with_note(data, f"not kept for the next run: {folder} is full or not writable")
+    return _with_note(data, f"prepared now; the next run reads it from {folder / key}")
 
 
 def _source_files(config: TrainConfig) -> list[Path] | None:

@@ -51,6 +51,7 @@ class AdapterReport:
         )
 
 
+_VLLM_RANK = 16  # its default for --max-lora-rank
 _HEADS = ("classifier", "score")  # names PEFT trains whole for classifiers
 
 
@@ -175,6 +176,25 @@ def copy_into_module(model: nn.Module, arrays: Mapping[str, Any]) -> None:
             if value.dtype.kind not in "iub":  # numpy has no bfloat16 that torch can read
                 value = value.astype(np.float32)
             tensors[name].copy_(torch.from_numpy(np.array(value)))
+
+
+def serving_notes(config: LoraConfig) -> list[str]:
+    """What vLLM would refuse of this adapter (its PEFTHelper), said before it is trained."""
+    parts = {
+        "modules_to_save": config.modules_to_save,
+        "DoRA": config.use_dora,
+        "target_parameters": config.target_parameters,
+        "bias": config.bias != "none",
+    }
+    outside = [name for name, used in parts.items() if used]
+    if outside:
+        return [
+            f"vLLM loads no adapter with {', '.join(outside)}; `headrace merge` makes a whole "
+            "model of it, which vLLM serves"
+        ]
+    if config.r > _VLLM_RANK:
+        return [f"vLLM takes adapters of rank {config.r} with --max-lora-rank {config.r} or more"]
+    return []
 
 
 def save_adapter(model: PeftModel, path: str | Path) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, TaskType
 from torch import nn
 
 from headrace.bridge.module import JaxModule, to_jax
@@ -30,7 +30,7 @@ from headrace.data.labels import label_names
 from headrace.data.loader import Loader
 from headrace.errors import ConfigError, DataError
 from headrace.train.averaging import with_average
-from headrace.train.lora import AdapterReport, apply_lora
+from headrace.train.lora import AdapterReport, apply_lora, serving_notes
 from headrace.train.losses import Loss
 from headrace.train.noise import add_embedding_noise
 from headrace.train.objectives import Objective, explained, make_objective
@@ -139,6 +139,9 @@ def build_run(
     # PEFT's wrapper only forwards, through **kwargs that hide the inputs' names: capture what it
     # holds, the base model with LoRA layers in it.
     core = torch_model.get_base_model() if isinstance(torch_model, PeftModel) else torch_model
+        if objective.task_type == TaskType.CAUSAL_LM:
+            notes += serving_notes(torch_model.peft_config["default"])
+    notes += _untrained_tokens(torch_model, tokenizer, data.train.rows)
     masters = _cast_model(core, config)
     core.train()
     if config.neftune_noise_alpha is not None:
@@ -349,6 +352,29 @@ def _stored_masters(
 ) -> dict[str, Array]:
     if not masters:
         return {}
+def _untrained_tokens(model: Any, tokenizer: Any, rows: Rows) -> list[str]:
+    """Tokens of the data that the base's own tokenizer lacks, when their embeddings are frozen."""
+    base = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
+    embedding = model.get_input_embeddings()
+    if embedding is None or any(p.requires_grad for p in embedding.parameters()):
+        return []
+    if not (Path(base) / "tokenizer.json").is_file() or base == tokenizer.name_or_path:
+        return []
+    from transformers import AutoTokenizer
+
+    known = AutoTokenizer.from_pretrained(base).get_vocab()
+    new = {i: name for name, i in tokenizer.get_vocab().items() if name not in known}
+    used = sorted(set(np.unique(rows.examples.input_ids).tolist()) & set(new))
+    if not used:
+        return []
+    shown = ", ".join(new[i] for i in used[:5])
+    (table,) = [n.rsplit(".", 1)[-1] for n, m in model.named_modules() if m is embedding][:1]
+    return [
+        f"warning: the data has tokens that {base} does not know ({len(used)}: {shown}); their "
+        f"embeddings are frozen at random values: set lora_modules_to_save: [{table}, lm_head]"
+    ]
+
+
     keys = module.layout.keys
     return {
         key: placement.replace(
