@@ -74,10 +74,10 @@ def save_run(run: Run, state: TrainState, path: str | Path) -> None:
         base: Any = run.model.get_base_model()  # PEFT's files hold no labels and no stop tokens
         if run.data.labels is not None:
             base.config.save_pretrained(str(path))
-        run.model.save_pretrained(str(path))
         if getattr(base, "generation_config", None) is not None:
             base.generation_config.to_json_file(str(Path(path) / "generation_config.json"))
     else:
+        run.model.save_pretrained(str(path))
     run.processing_class.save_pretrained(str(path))
 
 

@@ -136,12 +136,12 @@ def build_run(
         torch.manual_seed(config.seed)  # however the weights came: an adapter starts the same
         torch_model, report = apply_lora(torch_model, wanted, task_type=objective.task_type)
         start_adapter(torch_model)
-    # PEFT's wrapper only forwards, through **kwargs that hide the inputs' names: capture what it
-    # holds, the base model with LoRA layers in it.
-    core = torch_model.get_base_model() if isinstance(torch_model, PeftModel) else torch_model
         if objective.task_type == TaskType.CAUSAL_LM:
             notes += serving_notes(torch_model.peft_config["default"])
     notes += _untrained_tokens(torch_model, tokenizer, data.train.rows)
+    # PEFT's wrapper only forwards, through **kwargs that hide the inputs' names: capture what it
+    # holds, the base model with LoRA layers in it.
+    core = torch_model.get_base_model() if isinstance(torch_model, PeftModel) else torch_model
     masters = _cast_model(core, config)
     core.train()
     if config.neftune_noise_alpha is not None:
@@ -332,26 +332,6 @@ def _set_stop_token(model: Any, tokenizer: Any, rows: Rows) -> list[str]:
     ]
 
 
-def _cast_model(model: Any, config: TrainConfig) -> dict[str, np.ndarray]:
-    """Put the model in config.dtype (in place); float32 originals of what is trained."""
-    if config.dtype == "auto":
-        return {}
-    dtype = getattr(torch, config.dtype)
-    masters = {
-        name: parameter.detach().float().numpy().copy()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not parameter.is_meta
-        if parameter.dtype == torch.float32 != dtype
-    }
-    model.to(dtype)
-    return masters
-
-
-def _stored_masters(
-    module: JaxModule, masters: Mapping[str, np.ndarray], placement: Placement
-) -> dict[str, Array]:
-    if not masters:
-        return {}
 def _untrained_tokens(model: Any, tokenizer: Any, rows: Rows) -> list[str]:
     """Tokens of the data that the base's own tokenizer lacks, when their embeddings are frozen."""
     base = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
@@ -375,6 +355,26 @@ def _untrained_tokens(model: Any, tokenizer: Any, rows: Rows) -> list[str]:
     ]
 
 
+def _cast_model(model: Any, config: TrainConfig) -> dict[str, np.ndarray]:
+    """Put the model in config.dtype (in place); float32 originals of what is trained."""
+    if config.dtype == "auto":
+        return {}
+    dtype = getattr(torch, config.dtype)
+    masters = {
+        name: parameter.detach().float().numpy().copy()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not parameter.is_meta
+        if parameter.dtype == torch.float32 != dtype
+    }
+    model.to(dtype)
+    return masters
+
+
+def _stored_masters(
+    module: JaxModule, masters: Mapping[str, np.ndarray], placement: Placement
+) -> dict[str, Array]:
+    if not masters:
+        return {}
     keys = module.layout.keys
     return {
         key: placement.replace(
