@@ -71,7 +71,14 @@ HINTS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "nemotron3_diarization": {"chunk_length": ..., "num_speakers": ...},
     "neomme": {"head_dim": 16},
-    "perceiver": {"max_position_embeddings": 12, "image_size": 32},
+    "pp_lcnet": {"scale": 0.125, "class_expand": 32},
+    "perceiver": {
+        "max_position_embeddings": 12,
+        "image_size": 32,
+        "num_latents": 8,
+        "d_latents": 32,
+        "num_self_attends_per_block": 2,
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,

@@ -248,7 +248,10 @@ def _decomposed(smaller: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
 
     stand_ins = [_stand_in(flat[i]) for i in places]
     with torch.no_grad():
-        graph = make_fx(torch.func.functionalize(call), tracing_mode="fake")(*stand_ins)
+        graph = make_fx(call, tracing_mode="fake")(*stand_ins)
+        if any(_mutates(node) for node in graph.graph.nodes):
+            # Of the traced graph: what a composite kernel mutates inside is hidden from it before.
+            graph = make_fx(torch.func.functionalize(graph), tracing_mode="fake")(*stand_ins)
     return interpret(graph, [flat[i] for i in places])
 
 

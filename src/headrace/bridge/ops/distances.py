@@ -45,6 +45,12 @@ def aten_pdist(self: Array, p: float = 2.0) -> Array:
     return vector_norm(self[first] - self[second], p, -1, False, None)
 
 
+@lowers(aten.dist.default)
+def aten_dist(self: Array, other: Array, p: int | float = 2) -> Array:
+    """dist(Tensor self, Tensor other, Scalar p=2) -> Tensor"""
+    return vector_norm(self - other, p, None, False, None)
+
+
 @lowers(aten.linalg_cross.default)
 def aten_linalg_cross(self: Array, other: Array, *, dim: int = -1) -> Array:
     """linalg_cross(Tensor self, Tensor other, *, int dim=-1) -> Tensor"""

@@ -184,5 +184,7 @@ def aten_nonzero_static(self: Array, *, size: int, fill_value: int = -1) -> Arra
     """nonzero_static(Tensor self, *, SymInt size, int fill_value=-1) -> Tensor"""
     if self.ndim == 0:
         return jnp.zeros((size, 0), default_int())
+    if self.size == 0:  # jnp.nonzero then leaves fill_value out
+        return jnp.full((size, self.ndim), fill_value, default_int())
     places = jnp.nonzero(self, size=size, fill_value=fill_value)
     return jnp.stack(places, axis=-1).astype(default_int())

@@ -328,6 +328,8 @@ def aten_linalg_lstsq(
     gap = jnp.sum(jnp.abs(right - self @ solution) ** 2, axis=-2)
     residuals = gap if rows > columns else jnp.zeros((0,), real_of(self.dtype))
     rank = jnp.linalg.matrix_rank(self).astype(default_int())
+    if driver == "gels":  # assumes full rank and reports none
+        rank = jnp.zeros((0,), default_int())
     singular = jnp.linalg.svd(self, compute_uv=False)
     measured = driver in ("gelsd", "gelss")
     return (
@@ -344,8 +346,9 @@ def aten_ormqr(
 ) -> Array:
     """ormqr(Tensor self, Tensor input2, Tensor input3, bool left=True, bool transpose=False)"""
     rows = input3.shape[-2] if left else input3.shape[-1]
-    padding = [(0, 0)] * (self.ndim - 1) + [(0, rows - self.shape[-1])]
-    q = aten_linalg_householder_product(jnp.pad(self, padding), input2)
+    reflectors = self[..., : input2.shape[-1]]
+    padding = [(0, 0)] * (self.ndim - 1) + [(0, rows - reflectors.shape[-1])]
+    q = aten_linalg_householder_product(jnp.pad(reflectors, padding), input2)
     q = _adjoint(q) if transpose else q
     return q @ input3 if left else input3 @ q
 

@@ -12,6 +12,7 @@ from jax import Array
 
 from headrace.bridge.ops.promotion import category
 from headrace.bridge.ops.registry import DEFAULT, lowers
+from headrace.bridge.ops.unary import absolute
 
 aten = torch.ops.aten
 
@@ -113,13 +114,13 @@ def aten_mse_loss(self: Array, target: Array, reduction: int = 1) -> Array:
 @lowers(aten.l1_loss.default, promotion=DEFAULT, opmath=True)
 def aten_l1_loss(self: Array, target: Array, reduction: int = 1) -> Array:
     """l1_loss(Tensor self, Tensor target, int reduction=1) -> Tensor"""
-    return _reduce(jnp.abs(self - target), reduction)
+    return _reduce(absolute(self - target), reduction)
 
 
 @lowers(aten.smooth_l1_loss.default, promotion=DEFAULT, opmath=True)
 def aten_smooth_l1_loss(self: Array, target: Array, reduction: int = 1, beta: float = 1.0) -> Array:
     """smooth_l1_loss(Tensor self, Tensor target, int reduction=1, float beta=1.0) -> Tensor"""
-    gap = jnp.abs(self - target)
+    gap = absolute(self - target)
     if beta == 0:
         return _reduce(gap, reduction)
     return _reduce(jnp.where(gap < beta, 0.5 * gap * gap / beta, gap - 0.5 * beta), reduction)
@@ -128,7 +129,7 @@ def aten_smooth_l1_loss(self: Array, target: Array, reduction: int = 1, beta: fl
 @lowers(aten.huber_loss.default, promotion=DEFAULT, opmath=True)
 def aten_huber_loss(self: Array, target: Array, reduction: int = 1, delta: float = 1.0) -> Array:
     """huber_loss(Tensor self, Tensor target, int reduction=1, float delta=1.0) -> Tensor"""
-    gap = jnp.abs(self - target)
+    gap = absolute(self - target)
     loss = jnp.where(gap < delta, 0.5 * gap * gap, delta * (gap - 0.5 * delta))
     return _reduce(loss, reduction)
 

@@ -21,6 +21,7 @@ from headrace.bridge.ops.casts import cast
 from headrace.bridge.ops.dims import one_dim, reduced_dims
 from headrace.bridge.ops.promotion import category, int_to_float, opmath_of, real_of
 from headrace.bridge.ops.registry import lowers
+from headrace.bridge.ops.unary import absolute
 
 aten = torch.ops.aten
 Scalar = bool | int | float
@@ -278,7 +279,7 @@ def vector_norm(self: Array, order: Scalar, dim: Dims, keepdim: bool, dtype: Dty
     """The p-norm over dims, with the derivative 0 where the norm is 0."""
     values = self if dtype is None else cast(self, to_jax_dtype(dtype))
     result = real_of(values.dtype)
-    size = jnp.abs(values.astype(opmath_of(values.dtype)))
+    size = absolute(values.astype(opmath_of(values.dtype)))
     if category(values.dtype) == 3:
         size = _safe_sqrt(jnp.real(values) ** 2 + jnp.imag(values) ** 2)
     axes = reduced_dims(dim, self.ndim)
@@ -345,3 +346,11 @@ def aten_norm_dtype(self: Array, p: Scalar | None, *, dtype: torch.dtype) -> Arr
 def aten_trace(self: Array) -> Array:
     """trace(Tensor self) -> Tensor"""
     return jnp.trace(_summable(self, None))
+
+
+@lowers(aten.renorm.default, opmath=True)
+def aten_renorm(self: Array, p: Scalar, dim: int, maxnorm: Scalar) -> Array:
+    """renorm(Tensor self, Scalar p, int dim, Scalar maxnorm) -> Tensor"""
+    others = [axis for axis in range(self.ndim) if axis != dim % self.ndim]
+    norm = vector_norm(self, p, others, True, None)
+    return self * jnp.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1)

@@ -41,6 +41,12 @@ def _hurwitz_jvp(s: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple
     return _hurwitz(s, q), -s * _hurwitz(s + 1, q) * dq
 
 
+def _zeta(x: Array, q: Array) -> Array:
+    """Hurwitz zeta with torch's poles: at x = 1, and where q is 0 or a negative integer."""
+    pole = (x == 1) | ((x > 1) & (q <= 0) & (q == jnp.floor(q)))
+    return jnp.where(pole, jnp.inf, jnp.where(x < 1, jnp.nan, special.zeta(x, q)))
+
+
 def _trigamma(x: Array) -> Array:
     """Reflected for x < 1/2, as torch computes it."""
     low = x < 0.5
@@ -112,9 +118,9 @@ aliases(
         aten.special_xlog1py.default: _xlog1py,
         aten.special_xlog1py.self_scalar: _xlog1py,
         aten.special_xlog1py.other_scalar: _xlog1py,
-        aten.special_zeta.default: special.zeta,
-        aten.special_zeta.self_scalar: special.zeta,
-        aten.special_zeta.other_scalar: special.zeta,
+        aten.special_zeta.default: _zeta,
+        aten.special_zeta.self_scalar: _zeta,
+        aten.special_zeta.other_scalar: _zeta,
         aten.special_modified_bessel_i0.default: i0,
         aten.i0.default: i0,
         aten.special_i0.default: i0,

@@ -47,12 +47,14 @@ def _sgn(x: Array) -> Array:
     return jnp.where(x == 0, jnp.zeros_like(x), x / size)
 
 
-def _abs(x: Array) -> Array:
+def absolute(x: Array) -> Array:
+    """|x| with torch's derivative 0 at 0; lax has 1 there, and nan for complex numbers."""
     if category(x.dtype) == 0:
         return x
-    if category(x.dtype) != 3:
+    if category(x.dtype) == 2:
+        return x * lax.sign(x)
+    if category(x.dtype) == 1:
         return jnp.abs(x)
-    # |0| has the subgradient 0 in torch; lax gives nan.
     zero = x == 0
     return jnp.where(zero, 0, jnp.abs(jnp.where(zero, 1, x)))
 
@@ -144,7 +146,7 @@ aliases(
 )
 aliases({aten.square.default: _square}, promotion=BOOL_TO_LONG)
 aliases(
-    {aten.abs.default: _abs, aten.absolute.default: _abs},
+    {aten.abs.default: absolute, aten.absolute.default: absolute},
     promotion=COMPLEX_TO_FLOAT,
 )
 aliases(
