@@ -251,7 +251,7 @@ def test_config_is_frozen_and_survives_json() -> None:
         ),
         ({"metric_for_best_model": "accuracy"}, "metric_for_best_model"),
         ({"hub_model_id": "me/x"}, "hub_model_id"),
-        ({"load_in_4bit": True}, "load_in_4bit"),
+        ({"quantization": "nf4", "use_peft": True, "use_dora": True}, "use_dora"),
     ],
 )
 def test_contradictions_are_found_early(settings: dict[str, object], field: str) -> None:

@@ -57,7 +57,14 @@ RENAMED: Mapping[str, str] = {
     "additional_target_modules": "lora_modules_to_save",
 }
 
+# settings that say auto, and the switch that means it
+AUTOMATIC: Mapping[str, str] = {"per_device_train_batch_size": "auto_find_batch_size"}
+
 IGNORED: Mapping[str, str] = {
+    "bnb_4bit_compute_dtype": "quantised weights are multiplied in the model's dtype",
+    "bnb_4bit_quant_storage": "codes of 4 bits take half a byte",
+    "bnb_4bit_use_double_quant": "scales of 4-bit blocks are bfloat16, a quarter bit a weight",
+    "use_bnb_nested_quant": "scales of 4-bit blocks are bfloat16, a quarter bit a weight",
     "attn_implementation": "attention always runs through the kernel of the accelerator",
     "dataset_num_proc": "the fast tokenizer uses all cores in one process",
     "dataloader_num_workers": "batches are prepared by one prefetching thread",
@@ -112,7 +119,6 @@ REFUSED: Mapping[str, str] = {
     "deepspeed": "sharding is XLA's; remove it",
     "fsdp": "sharding is XLA's; remove it",
     "fsdp_config": "sharding is XLA's; remove it",
-    "auto_find_batch_size": "set per_device_train_batch_size instead",
     "use_liger_kernel": "the fused loss is always on; remove it",
     "save_on_each_node": "checkpoints are written together by all hosts; remove it",
 }
@@ -155,10 +161,27 @@ def _train_on_prompt(value: Any) -> dict[str, Any]:
 def _method(value: Any) -> dict[str, Any]:
     """axolotl's adapter, LLaMA-Factory's finetuning_type."""
     if value in ("lora", "qlora"):
-        return {"use_peft": True} | ({"load_in_4bit": True} if value == "qlora" else {})
+        return {"use_peft": True} | ({"quantization": "nf4"} if value == "qlora" else {})
     if value in (None, "", "full", "none"):
         return {"use_peft": False}
     raise ValueError(f"{value!r} is not known; needs lora, qlora or full")
+
+
+def _quant_type(value: Any) -> dict[str, Any]:
+    """transformers' bnb_4bit_quant_type: load_in_4bit switches it on, and means nf4 here."""
+    if value == "nf4":
+        return {}
+    raise ValueError(f"{value!r} is not supported; needs nf4 (or set quantization: int4)")
+
+
+def _quantization_bit(value: Any) -> dict[str, Any]:
+    """LLaMA-Factory's."""
+    formats = {"4": "nf4", "8": "int8"}
+    if value in (None, ""):
+        return {}
+    if str(value) not in formats:
+        raise ValueError(f"{value!r} is not supported; needs 4 or 8")
+    return {"quantization": formats[str(value)]}
 
 
 def _fp16(value: Any) -> dict[str, Any]:
@@ -229,6 +252,11 @@ TRANSLATED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     },
     "train_on_inputs": _train_on_prompt,
     "train_on_prompt": _train_on_prompt,
+    "load_in_4bit": _when_true(quantization="nf4"),
+    "load_in_8bit": _when_true(quantization="int8"),
+    "bnb_4bit_quant_type": _quant_type,
+    "quantization_type": _quant_type,
+    "quantization_bit": _quantization_bit,
     "lora_target": _lora_target,
     "lora_target_linear": _when_true(lora_target_modules="all-linear"),
     "adapter": _method,

@@ -1,8 +1,7 @@
 """Settings that contradict each other, found before anything is loaded.
 
 Each check reads a valid TrainConfig and yields (field, problem). What depends on data or model is
-checked where those are known. NOT_YET lists fields whose other values nothing serves yet: honest
-refusal instead of no effect.
+checked where those are known.
 """
 
 from __future__ import annotations
@@ -15,10 +14,6 @@ if TYPE_CHECKING:
 
 Problem = tuple[str, str]
 
-NOT_YET = {
-    "load_in_4bit": "quantised bases cannot be trained on yet; remove it",
-    "load_in_8bit": "quantised bases cannot be trained on yet; remove it",
-}
 CAUSAL_METRICS = ("loss", "perplexity", "mean_token_accuracy")
 
 # setting -> the tasks it belongs to
@@ -47,7 +42,6 @@ _OF_LOSS = {
 def conflicts(config: TrainConfig) -> list[Problem]:
     """All contradictions of one configuration, as (field, what is wrong and what to do)."""
     checks = (
-        _not_yet,
         _lora,
         _task,
         _preference,
@@ -74,13 +68,9 @@ def _is_set(config: TrainConfig, name: str) -> bool:
     )
 
 
-def _not_yet(config: TrainConfig) -> Iterator[Problem]:
-    for name, reason in NOT_YET.items():
-        if getattr(config, name) not in (False, None):
-            yield name, reason
-
-
 def _lora(config: TrainConfig) -> Iterator[Problem]:
+    if config.quantization and config.use_dora:
+        yield "use_dora", "starts from whole base weights; remove it or quantization"
     if config.use_peft:
         return
     names = (n for n in config.model_fields_set if n.startswith("lora_"))

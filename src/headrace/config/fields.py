@@ -234,7 +234,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
 
     mesh: Mesh = _devices(
         None,
-        "Devices along data, fsdp, tensor, context, expert; auto puts all on fsdp.",
+        "Devices along data, fsdp, tensor, context, expert; auto chooses for all devices.",
         shown="one device",
     )
     sharding_overrides: dict[str, Any] = _devices(
@@ -242,6 +242,9 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     )
 
     per_device_train_batch_size: int = _size(8, "Rows in a micro-batch on each device.", ge=1)
+    auto_find_batch_size: bool = _size(
+        False, "Take the largest micro-batch that fits; accumulation makes up the rest of the rows."
+    )
     per_device_eval_batch_size: int = _size(8, "Rows in an evaluation batch on a device.", ge=1)
     gradient_accumulation_steps: int = _size(1, "Micro-batches in one optimizer step.", ge=1)
     num_train_epochs: float = _size(3.0, "Passes over the training data.", gt=0)
@@ -262,8 +265,10 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     )
     use_rslora: bool = _lora(False, "Scale by alpha / sqrt(r).")
     use_dora: bool = _lora(False, "Weight-decomposed LoRA.")
-    load_in_4bit: bool = _lora(False, "4-bit frozen base weights.")
-    load_in_8bit: bool = _lora(False, "8-bit frozen base weights.")
+    quantization: Literal["int8", "int4", "nf4"] | None = _lora(
+        None,
+        "Store the frozen linear weights in 8 or 4 bits (QLoRA is nf4); quantised while loading.",
+    )
 
     learning_rate: float = _optim(
         _learning_rate,

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from headrace.config.aliases import IGNORED, REFUSED, RENAMED, TRANSLATED
-from headrace.config.checks import NOT_YET
 from headrace.config.fields import TrainConfig
 
 _HEAD = """# Configuration
@@ -97,8 +96,8 @@ def _extra(field: FieldInfo) -> Mapping[str, Any]:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    help_text = f"Not yet: {NOT_YET[name]}." if name in NOT_YET else field.description
-    return f"| `{name}` | {type_text(field.annotation)} | {default_text(field)} | {help_text} |"
+    kind, default = type_text(field.annotation), default_text(field)
+    return f"| `{name}` | {kind} | {default} | {field.description} |"
 
 
 def _aliases() -> str:

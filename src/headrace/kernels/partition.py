@@ -15,12 +15,14 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from headrace.kernels.quantized import DEQUANTIZE_NAME, QuantizedWeight
 
 DATA, FSDP, TENSOR, CONTEXT, EXPERT = AXES = ("data", "fsdp", "tensor", "context", "expert")
 BATCH_AXES = (DATA, FSDP, EXPERT)  # rows of the batch are divided over these
@@ -83,15 +85,27 @@ class Partition:
 
     def constrain(self, value: Array, *entries: Any) -> Array:
         """`value` laid out by `entries`; an entry that does not divide its dim is left open."""
-        spec = [
-            entry if entry is not None and size % self.size(entry) == 0 else None
-            for entry, size in zip(entries, value.shape, strict=False)
-        ]
-        return jax.lax.with_sharding_constraint(value, self.sharding(PartitionSpec(*spec)))
+        spec = self.fitting(PartitionSpec(*entries), value.shape)
+        return jax.lax.with_sharding_constraint(value, self.sharding(spec))
 
-    def gather(self, value: Array, spec: WeightSpec) -> Array:
-        """A weight as its operator wants it; its gradient goes back to how it is stored."""
-        return _gather(self, spec)(value)
+    def fitting(self, spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
+        """`spec` for an array of other sizes: an entry that does not divide its dim is left out."""
+        entries = [
+            entry if entry is not None and size % self.size(entry) == 0 else None
+            for entry, size in zip(spec, shape, strict=False)
+        ]
+        return PartitionSpec(*entries)
+
+    def gather(self, value: Any, spec: WeightSpec) -> Any:
+        """A weight as its operator wants it; its gradient goes back to how it is stored.
+
+        Of a quantised weight the codes and the scales are gathered, not the values.
+        """
+        if isinstance(value, QuantizedWeight):
+            codes, scales = self.gather(value.codes, spec), self.gather(value.scales, spec)
+            return replace(value, codes=codes, scales=scales)
+        stored, compute = (self.fitting(s, value.shape) for s in (spec.stored, spec.compute))
+        return _gather(self, WeightSpec(stored=stored, compute=compute))(value)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -128,13 +142,16 @@ def traced_on_mesh() -> bool:
 
 
 def save_but_weights(prim: Any, *_: Any, **params: Any) -> bool:
-    """The remat policy `none` on a mesh: keep everything but gathered weights.
+    """The remat policy `none` on a mesh, or of quantised weights: keep all but whole weights.
 
-    Kept, they would be the whole model on every device.
+    Kept, gathered or dequantised weights would be the whole model on every device.
     """
     if prim.name in _LAYOUT:
         return False
-    return not (prim.name == "custom_vjp_call" and GATHER_NAME in str(params.get("name", "")))
+    # custom_vjp_call has no name of its own; the function it was made from has.
+    called = getattr(params.get("call_jaxpr"), "jaxpr", None)
+    name = called.debug_info.func_name if called is not None else None
+    return not (prim.name == "custom_vjp_call" and name in (GATHER_NAME, DEQUANTIZE_NAME))
 
 
 __all__ = [

@@ -238,7 +238,9 @@ def lower_step(captured: CapturedModel, candidate: Candidate) -> LoweredStep:
     if mesh_config.size > 1:
         module = module.on_mesh(make_partition(mesh, plans))
     optimizer = _optimizer(captured)
-    state, frozen = abstract_state(module, optimizer=optimizer, mesh=mesh, plans=plans)
+    state, frozen = abstract_state(
+        module, optimizer=optimizer, mesh=mesh, plans=plans, quantization=config.quantization
+    )
     step: Any = make_train_step(
         _loss(module, config, candidate),
         optimizer,

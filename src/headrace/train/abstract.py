@@ -18,6 +18,7 @@ from headrace.bridge.module import JaxModule
 from headrace.sharding import MeshConfig, ParamPlan, abstract_params, batch_spec, plan_params
 from headrace.sharding.place import like_params
 from headrace.train.optimizers import Optimizer
+from headrace.train.quantization import quantizations, quantized_weight
 from headrace.train.state import TrainState
 
 Shape: Any = jax.ShapeDtypeStruct
@@ -29,10 +30,12 @@ def abstract_state(
     optimizer: Optimizer,
     mesh: Mesh | None = None,
     plans: Mapping[str, ParamPlan] | None = None,
+    quantization: str | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
     """`(state, frozen)` of shapes, with shardings when there is a mesh.
 
-    module may be on the meta device. Masters are float32, frozen parameters have their own dtype.
+    module may be on the meta device. Masters are float32, frozen parameters have their own dtype,
+    or the codes and scales of `quantization`.
     """
     plans = plan_params(module, MeshConfig()) if plans is None else plans
     trainable = {
@@ -44,6 +47,9 @@ def abstract_state(
     else:
         stored = abstract_params(mesh, plans)
         frozen = {key: stored[key] for key, plan in plans.items() if not plan.trainable}
+    for key, wanted in quantizations(module, quantization).items():
+        whole = frozen[key]
+        frozen[key] = quantized_weight(whole.shape, whole.dtype, wanted, whole.sharding)
     state = TrainState(
         step=Shape((), jnp.int32),
         rng=jax.eval_shape(lambda: jax.random.key(0)),  # pyright: ignore[reportArgumentType]

@@ -8,7 +8,7 @@ Knows: plans, meshes, several processes. Does not know: losses, files, the loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from headrace.bridge.dtypes import narrowed, tensor_to_numpy, to_jax_dtype
 from headrace.bridge.module import JaxModule, Layout
@@ -25,6 +25,12 @@ from headrace.sharding import MeshConfig, ParamPlan, make_mesh, make_partition, 
 from headrace.sharding.place import check_batch, put_batch, row_shares
 from headrace.train.abstract import keep_layout, state_shardings
 from headrace.train.optimizers import Optimizer
+from headrace.train.quantization import (
+    Quantizations,
+    quantizations,
+    quantized_line,
+    quantized_weight,
+)
 from headrace.train.state import Params, TrainState, compute_dtypes, create_state
 from headrace.weights import load_stored, open_stream
 
@@ -36,6 +42,7 @@ class Placement:
     config: MeshConfig = field(default_factory=MeshConfig)
     mesh: Mesh | None = None
     plans: Mapping[str, ParamPlan] = field(default_factory=dict)
+    quantized: Quantizations = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -62,8 +69,15 @@ class Placement:
                 raise ConfigError("sharding_overrides has no effect without a mesh; add mesh")
             return self, module
         plans = plan_params(module, self.config, overrides)
-        planned = Placement(config=self.config, mesh=self.mesh, plans=plans, notes=self.notes)
-        return planned, module.on_mesh(make_partition(self.mesh, plans))
+        return replace(self, plans=plans), module.on_mesh(make_partition(self.mesh, plans))
+
+    def quantizing(self, module: JaxModule, format_name: str | None) -> Placement:
+        """With the weights that are to be stored in 8 or 4 bits. Raises ConfigError."""
+        found = quantizations(module, format_name)
+        if not found:
+            return self
+        note = quantized_line(module, found, trainable=module.layout.trainable)
+        return replace(self, quantized=found, notes=(*self.notes, note))
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -102,28 +116,51 @@ class Placement:
     def params(self, module: JaxModule, folder: Path | None = None) -> Params:
         """The torch module's parameters; on a mesh each device is given its own part only.
 
-        folder: where parameters on the meta device are read from; trained ones as float32.
+        folder: where parameters on the meta device are read from; trained ones as float32, those
+        of `quantized` as QuantizedWeight.
         """
-        if self.mesh is None:
-            return module.params()
         tensors = dict(module.module.named_parameters(remove_duplicate=False))
         keys = module.layout.keys
         absent = {k: names for k, names in keys.items() if tensors[names[0]].is_meta}
-        found: Params = {}
-        if absent:
-            assert folder is not None, "weights on the meta device come from a folder"
-            stream = open_stream(folder, module.module)
-            stream.check()
-            shardings = {key: NamedSharding(self.mesh, self.plans[key].spec) for key in absent}
-            dtypes = {
-                key: np.dtype(np.float32) if self.plans[key].trainable else self.plans[key].dtype
-                for key in absent
-            }
-            found = load_stored(stream, absent, shardings, dtypes)
-        for key in keys:
+        if self.mesh is None and not absent:
+            return module.params()
+        found = self._streamed(module, absent, tensors, folder) if absent else {}
+        for key, names in keys.items():
             if key not in absent:
-                found[key] = self.put(key, _stacked_reader(module.layout, key, tensors))
+                read = _stacked_reader(module.layout, key, tensors)
+                found[key] = self.put(key, _stored_shape(names, tensors), read)
         return {key: found[key] for key in keys}
+
+    def _streamed(
+        self,
+        module: JaxModule,
+        absent: Mapping[str, tuple[str, ...]],
+        tensors: Mapping[str, Any],
+        folder: Path | None,
+    ) -> Params:
+        assert folder is not None, "weights on the meta device come from a folder"
+        stream = open_stream(folder, module.module)
+        stream.check()
+        own = {key: to_jax_dtype(tensors[names[0]].dtype) for key, names in absent.items()}
+        shardings = {key: self.sharding(key) for key in absent}
+        dtypes = {
+            key: np.dtype(np.float32) if key in module.layout.trainable else own[key]
+            for key in absent
+        }
+        made = {
+            key: quantized_weight(
+                _stored_shape(names, tensors), own[key], self.quantized[key], shardings[key]
+            )
+            for key, names in absent.items()
+            if key in self.quantized
+        }
+        return load_stored(stream, absent, shardings, dtypes, made)
+
+    def sharding(self, key: str) -> Sharding:
+        """Where a stored parameter lies."""
+        if self.mesh is None:
+            return SingleDeviceSharding(jax.devices()[0])
+        return NamedSharding(self.mesh, self.plans[key].spec)
 
     def compute_dtypes(
         self, params: Mapping[str, Array], trainable: Iterable[str]
@@ -133,18 +170,15 @@ class Placement:
             return compute_dtypes(params, trainable)
         return {key: self.plans[key].dtype for key in trainable}
 
-    def put(self, key: str, read: Callable[[Any], np.ndarray]) -> Array:
+    def put(self, key: str, shape: tuple[int, ...], read: Callable[[Any], np.ndarray]) -> Array:
         """A stored parameter from a function that gives any part of it (an index -> values)."""
-        assert self.mesh is not None
-        plan = self.plans[key]
-        sharding = NamedSharding(self.mesh, plan.spec)
-        return jax.make_array_from_callback(plan.shape, sharding, read)
+        return jax.make_array_from_callback(shape, self.sharding(key), read)
 
     def replace(self, key: str, value: np.ndarray) -> Array:
         """A stored parameter with other values (float32 originals of what is trained)."""
         if self.mesh is None:
             return jnp.asarray(value)
-        return self.put(key, lambda index: value[index])
+        return self.put(key, value.shape, lambda index: value[index])
 
     def state(
         self,
@@ -193,6 +227,11 @@ class Placement:
             return step
         whole = NamedSharding(self.mesh, PartitionSpec())
         return lambda *args: jax.lax.with_sharding_constraint(step(*args), whole)
+
+
+def _stored_shape(names: tuple[str, ...], tensors: Mapping[str, Any]) -> tuple[int, ...]:
+    shape = tuple(tensors[names[0]].shape)
+    return (len(names), *shape) if len(names) > 1 else shape
 
 
 def _placed(batch: Mapping[str, Any]) -> bool:

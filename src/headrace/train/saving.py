@@ -20,6 +20,7 @@ from peft import PeftModel
 from torch import nn
 
 from headrace.errors import TrainingError
+from headrace.kernels.quantized import QuantizedWeight, dequantize
 from headrace.train.lora import copy_into_module, load_back_adapter, save_adapter
 from headrace.train.placement import host_value
 from headrace.train.processes import is_first
@@ -137,19 +138,43 @@ def load_back_run(run: Run, state: TrainState, path: str | Path, *, num_rows: in
 def _load_back_streamed(
     run: Run, path: Path, inputs: Mapping[str, np.ndarray], logits: np.ndarray
 ) -> LoadBack:
-    """With stock libraries alone, when the whole model fits into this host's free memory."""
-    needed, free = sum(plan.bytes for plan in run.placement.plans.values()), host_memory()
+    """With stock libraries alone, when the whole model fits into this host's free memory.
+
+    Quantised base weights take the place of the originals as they were multiplied in the run.
+    """
+    needed, free = _model_bytes(run), host_memory()
+    reason = ""
     if 2 * needed > free:
         reason = (
             f"not done: stock libraries need the whole model ({needed / 2**30:.1f} GiB) in host "
             f"memory, {free / 2**30:.1f} GiB are free"
         )
+    elif run.placement.quantized and jax.process_count() > 1:
+        reason = "not done: the quantised base lies on several hosts"
+    if reason:
         return LoadBack(max_difference=0.0, scale=0.0, rows=0, tolerance=0.0, skipped=reason)
     tensors = {name: torch.from_numpy(np.asarray(v, np.int64)) for name, v in inputs.items()}
-    fresh: Any = load_torch_model(path, task=run.config.task)
+    fresh: Any = load_torch_model(path, task=run.config.task, dtype=run.config.dtype)
+    if run.placement.quantized:
+        copy_into_module(fresh.get_base_model(), _dequantized(run))
     with torch.no_grad():
         theirs = fresh(**tensors).logits.float()
     return _compared(theirs, logits, fresh.dtype, path)
+
+
+def _model_bytes(run: Run) -> int:
+    tensors = run.module.module.parameters()
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _dequantized(run: Run) -> dict[str, np.ndarray]:
+    """Quantised base weights by PyTorch name, in full precision."""
+    decode = jax.jit(dequantize)
+    values: dict[str, np.ndarray] = {}
+    for key, value in run.frozen.items():
+        if isinstance(value, QuantizedWeight):
+            values |= run.module.layout.unstack({key: host_value(decode(value))})
+    return values
 
 
 def load_back(

@@ -11,9 +11,11 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -23,12 +25,15 @@ from torch import nn
 
 from headrace.bridge.module import JaxModule, to_jax
 from headrace.config import TrainConfig, peft_config
-from headrace.data.batches import Rows
+from headrace.data.batches import Rows, fingerprint
 from headrace.data.chat import chat_template
-from headrace.data.load import TrainingData, load_data
+from headrace.data.growing import PieceLoader
 from headrace.data.labels import label_names
+from headrace.data.load import TrainingData, load_data
 from headrace.data.loader import Loader
 from headrace.errors import ConfigError, DataError
+from headrace.plan.automatic import Here, automatic_settings
+from headrace.plan.shape import read_model_config
 from headrace.train.averaging import with_average
 from headrace.train.lora import AdapterReport, apply_lora, serving_notes
 from headrace.train.losses import Loss
@@ -45,7 +50,7 @@ from headrace.train.streaming import can_stream, start_adapter, structure
 _IDENTITY = (
     "task", "seed", "data_seed", "max_length", "packing", "per_device_train_batch_size",
     "gradient_accumulation_steps", "optim", "use_peft", "preference_loss", "mlm_probability",
-    "ema_decay",
+    "ema_decay", "quantization",
 )  # fmt: skip
 
 
@@ -69,7 +74,7 @@ class Run:
     dtypes: Mapping[str, jnp.dtype]
     frozen: Params
     num_trainable: int
-    train_loader: Loader
+    train_loader: Loader | PieceLoader
     total_steps: int
     identity: Mapping[str, Any]
     placement: Placement = field(default_factory=Placement)
@@ -107,6 +112,7 @@ def build_run(
     if isinstance(model, str):
         config = config.replace(model_name_or_path=model)
         model = None
+    config, notes = _settled(config, model)
     placement = Placement.make(config.mesh)
     objective = make_objective(config)
     tokenizer = load_processing_class(config, processing_class, model)
@@ -120,18 +126,22 @@ def build_run(
     )
     torch.manual_seed(config.seed)  # new heads and adapters start the same in every run
     torch_model: Any = model
-    notes: list[str] = []
     folder: Path | None = None
-    if model is None and can_stream(config, objective, placement):
+    streamed = can_stream(config, objective, placement)
+    wanted = adapter_config or peft_config(config)
+    _check_quantization(config, given=model is not None, streamed=streamed, adapter=wanted)
+    if model is None and streamed:
         torch_model, folder = structure(config, objective)
     elif model is None:
-        torch_model, notes = objective.load_model(config, data.labels)
+        torch_model, said = objective.load_model(config, data.labels)
+        notes += said
     objective.check_model(torch_model, data.labels)
     _check_vocabulary(torch_model, data.train.rows)
+    if data.train.growing is not None:
+        data.train.growing.check = partial(_check_vocabulary, torch_model)
     _set_pad_token(torch_model, tokenizer)
     notes += _set_stop_token(torch_model, tokenizer, data.train.rows)
     report: AdapterReport | None = None
-    wanted = adapter_config or peft_config(config)
     if wanted is not None:
         torch.manual_seed(config.seed)  # however the weights came: an adapter starts the same
         torch_model, report = apply_lora(torch_model, wanted, task_type=objective.task_type)
@@ -148,10 +158,42 @@ def build_run(
         add_embedding_noise(core, config.neftune_noise_alpha)
     module = to_jax(core, _example_inputs(data.train.rows, objective), cache_dir=_captures(config))
     placement, module = placement.planned(module, config.sharding_overrides)
+    placement = placement.quantizing(module, config.quantization)
     run, state = _assemble(
         config, objective, data, torch_model, report, tokenizer, module, masters, placement, folder
     )
     return replace(run, notes=(*notes, *placement.notes)), state
+
+
+def _settled(config: TrainConfig, model: Any) -> tuple[TrainConfig, list[str]]:
+    """What the configuration leaves to the devices (`mesh: auto`, micro-batches), chosen."""
+    found = model.config.to_dict() if hasattr(model, "config") else None
+    try:
+        if found is None and config.model_name_or_path is not None and model is None:
+            found = read_model_config(config.model_name_or_path, config.model_revision)
+        if found is not None:
+            config, notes = automatic_settings(config, found, Here.look())
+            return config, list(notes)
+    except ConfigError as error:
+        if config.auto_find_batch_size:
+            return config, [f"auto_find_batch_size has no effect: {error}"]
+    return config, []
+
+
+def _check_quantization(
+    config: TrainConfig, *, given: bool, streamed: bool, adapter: PeftConfig | None
+) -> None:
+    problems: list[str] = []
+    if config.quantization and given:
+        problems.append("it reads the model's own files: set model_name_or_path, no model object")
+    if config.quantization and not streamed:
+        problems.append(f"task {config.task} gives the model a new head, and PyTorch loads it")
+    if config.quantization and adapter is None:
+        problems.append("it is for frozen weights: set use_peft: true, or give peft_config")
+    elif config.quantization and getattr(adapter, "use_dora", False):
+        problems.append("DoRA starts from whole base weights: use plain LoRA")
+    if problems:
+        raise ConfigError(f"quantization: {config.quantization} cannot be: {'; '.join(problems)}")
 
 
 def _captures(config: TrainConfig) -> Path | None:
@@ -225,7 +267,8 @@ def _assemble(
         num_trainable=sum(value.size for value in state.trainable.values()),
         train_loader=loader,
         total_steps=total,
-        identity=run_identity(config, data.train.rows, state, frozen, rows=placement.rows),
+        identity=run_identity(config, data.train.rows, state, frozen, rows=placement.rows)
+        | ({"prepared": "while training"} if data.train.growing is not None else {}),
         placement=placement,
     )
     return run, state
@@ -250,10 +293,11 @@ def restart(run: Run, state: TrainState) -> TrainState:
     )
 
 
-def num_steps(config: TrainConfig, steps_per_epoch: int) -> int:
-    """Optimizer steps of the run."""
+def num_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
+    """Optimizer steps of the run. Rows that are still prepared have no epoch: max_steps says it."""
     if config.max_steps > 0:
         return config.max_steps
+    assert steps_per_epoch is not None
     return max(1, math.ceil(config.num_train_epochs * steps_per_epoch))
 
 
@@ -399,19 +443,6 @@ def _example_inputs(rows: Rows, objective: Objective) -> dict[str, torch.Tensor]
     }
 
 
-def dataset_fingerprint(rows: Rows) -> str:
-    """Changes when a token, a label, or the way rows are made changes."""
-    digest = hashlib.sha256()
-    examples = rows.examples
-    for array in (
-        examples.input_ids, examples.offsets, examples.token_labels, examples.row_labels,
-        rows.row_buckets, np.asarray(rows.bucket_lengths),
-    ):  # fmt: skip
-        if array is not None:
-            digest.update(np.ascontiguousarray(array).view(np.uint8).data)
-    return digest.hexdigest()[:16]
-
-
 def run_identity(
     config: TrainConfig, data: Rows, state: TrainState, frozen: Params, *, rows: int = 1
 ) -> dict[str, Any]:
@@ -423,13 +454,13 @@ def run_identity(
     shapes = sorted((k, v.shape) for k, v in state.trainable.items())
     weights = hashlib.sha256()
     for key in sorted(frozen):  # the first values of each tensor tell two base models apart
-        value = frozen[key]
-        head = value[(0,) * (value.ndim - 1)][:64] if value.ndim else value
-        weights.update(np.ascontiguousarray(host_value(head)).reshape(-1).view(np.uint8).data)
+        for value in jax.tree.leaves(frozen[key]):
+            head = value[(0,) * (value.ndim - 1)][:64] if value.ndim else value
+            weights.update(np.ascontiguousarray(host_value(head)).reshape(-1).view(np.uint8).data)
     identity = {name: getattr(config, name) for name in _IDENTITY}
     identity["per_device_train_batch_size"] *= rows
     return identity | {
-        "dataset": dataset_fingerprint(data),
+        "dataset": fingerprint(data),
         "trainable": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
         "frozen_weights": weights.hexdigest()[:16],
     }

@@ -1,7 +1,7 @@
 """A run whose model comes by name and goes from its files to the devices, never through torch.
 
-Used on a mesh for models without new heads. The torch module keeps structure, names and the
-adapter; its base weights stay on the meta device.
+Used on a mesh, and for quantised bases, for models without new heads. The torch module keeps
+structure, names and the adapter; its base weights stay on the meta device.
 
 Knows: meta models, weight streams, the hub's folder. Does not know: meshes' rules, the loop.
 """
@@ -32,12 +32,13 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def can_stream(config: TrainConfig, objective: Any, placement: Placement) -> bool:
-    """On a mesh, for tasks that take the model as it is."""
+    """On a mesh or with a quantised base, for tasks that take the model as it is."""
     streamed = getattr(objective, "auto_class", "") in (
         "AutoModelForCausalLM",
         "AutoModelForMaskedLM",
     )
-    return placement.mesh is not None and streamed and not config.use_dora
+    wanted = placement.mesh is not None or config.quantization is not None
+    return wanted and streamed and not config.use_dora
 
 
 def structure(config: TrainConfig, objective: Any) -> tuple[nn.Module, Path]:

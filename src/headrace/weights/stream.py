@@ -22,11 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from torch import nn
 
 from headrace.bridge.dtypes import jax_to_tensor, narrowed, tensor_to_numpy
 from headrace.errors import CheckpointError
+from headrace.kernels.quantized import QuantizedWeight, quantize
 from headrace.weights.files import Part, TensorEntry, find_weights, read_parts, read_whole
 
 Array = jax.Array
@@ -217,12 +218,16 @@ def load_stored(
     keys: Mapping[str, tuple[str, ...]],
     shardings: Mapping[str, Sharding],
     dtypes: Mapping[str, np.dtype],
-) -> dict[str, Array]:
+    quantized: Mapping[str, QuantizedWeight] | None = None,
+) -> dict[str, Any]:
     """Stored arrays: every local device gets its part, read from the files.
 
-    keys: stored key -> PyTorch names, several for a stack of layers. Peak host memory above the
+    keys: stored key -> PyTorch names, several for a stack of layers. quantized: shapes with
+    shardings of what becomes a QuantizedWeight; each layer is quantised when it was placed, so one
+    layer of one weight is on the devices in full precision. Peak host memory above the
     arrays: two tensors of one layer, one being placed and one being read.
     """
+    quantized = quantized or {}
     shapes = {n: tuple(p.shape) for n, p in stream.model.named_parameters(remove_duplicate=False)}
     jobs = [(key, layer) for key, names in keys.items() for layer in range(len(names))]
     parts = {
@@ -234,13 +239,25 @@ def load_stored(
         inner = [part[1:] if len(keys[key]) > 1 else part for part in parts[key].distinct]
         return stream.read(keys[key][layer], inner, dtypes[key])
 
-    stored: dict[str, Array] = {}
+    stored: dict[str, Any] = {}
     ahead = _read_ahead(read, jobs)
     filling: list[Array] = []
+    quantize_layer: Any = None
     for key, layer in jobs:
         names, place = keys[key], parts[key]
         values = next(ahead)
         shape = _shape(names, shapes)
+        if key in quantized:
+            if layer == 0:
+                stored[key], quantize_layer = _start_quantized(quantized[key], len(names) > 1)
+            placed = [jax.device_put(values[i], d) for d, i in place.devices]
+            whole = jax.make_array_from_single_device_arrays(
+                shapes[names[0]], _of_layer(shardings[key], len(names) > 1), placed
+            )
+            stored[key] = quantize_layer(stored[key], whole, np.int32(layer))
+            jax.block_until_ready(stored[key])
+            del values, placed, whole
+            continue
         if len(names) == 1:
             shards = [jax.device_put(values[i], d) for d, i in place.devices]
         else:
@@ -259,6 +276,33 @@ def load_stored(
             sharding = shardings[key]
             stored[key] = jax.make_array_from_single_device_arrays(shape, sharding, shards)
     return stored
+
+
+def _start_quantized(made: QuantizedWeight, stacked: bool) -> tuple[QuantizedWeight, Any]:
+    """Empty codes and scales, and `(them, layer's values, number) -> them` with the layer in."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, made)
+
+    def empty() -> QuantizedWeight:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made)
+
+    def fill(stack: QuantizedWeight, value: Array, layer: Array) -> QuantizedWeight:
+        one = quantize(value, made.quantization)
+        if not stacked:
+            return one
+        return jax.tree.map(
+            lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0),
+            stack, one,
+        )  # fmt: skip
+
+    start = jax.jit(empty, out_shardings=shardings)()
+    return start, jax.jit(fill, donate_argnums=0, out_shardings=shardings)
+
+
+def _of_layer(sharding: Sharding, stacked: bool) -> Sharding:
+    """The sharding of one layer of a stack, whose layer axis is never divided."""
+    if stacked and isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return sharding
 
 
 def _shape(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
