@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from torch import nn
 
 from headrace.bridge import to_jax
 from headrace.config import SFTConfig
-from headrace.errors import ConfigError
+from headrace.data import load
+from headrace.data.growing import growing_dataset
+from headrace.errors import ConfigError, DataError
 from headrace.train import SFTTrainer, make_optimizer
 from headrace.train.averaging import AveragedState, with_average
 from headrace.train.flops import flops_per_token, peak_flops
@@ -116,6 +119,43 @@ def test_resuming_with_average_noise_and_packing_is_bit_equal(
         assert np.array_equal(np.asarray(a), np.asarray(b))
     losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (lived, again)]
     assert losses[0] == losses[1]
+
+
+def growing(out: Path, folder: str, rows: list[dict[str, Any]]) -> SFTTrainer:
+    """A run whose rows are prepared in pieces of 8 while it trains."""
+    file = out.parent / f"{out.name}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return SFTTrainer(
+        folder,
+        SFTConfig(
+            output_dir=str(out), dataset_name=str(file), dataset_streaming=True, max_steps=12,
+            per_device_train_batch_size=2, max_length=32, save_steps=6, logging_steps=2,
+            compilation_cache_dir=None, activation_checkpointing="none", model_card=False,
+        ),
+    )  # fmt: skip
+
+
+def test_rows_prepared_while_training_resume_bit_equal_and_bad_ones_cost_no_step(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(load, "growing_dataset", partial(growing_dataset, piece=8))
+    rows = tiny.text_rows(60)
+    whole = growing(tmp_path / "a", folder, rows)
+    whole.train()
+    shown = capsys.readouterr().out
+    assert "the first 1 piece" in shown and "12, rows are still prepared" in shown
+    assert whole.state.epoch > 1, "the second epoch mixes all pieces"
+    assert shown.count("all rows: packed into") == 1
+    again = growing(tmp_path / "b", folder, rows)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-6"))
+    for key, value in whole.train_state.trainable.items():
+        assert np.array_equal(np.asarray(value), np.asarray(again.train_state.trainable[key]))
+
+    bad = growing(tmp_path / "c", folder, [*rows[:30], {"prompt": 1, "completion": None}])
+    with pytest.raises(DataError, match=r"c\.jsonl, row 31"):
+        bad.train()
+    (kept,) = (tmp_path / "c").glob("checkpoint-*")
+    assert int(kept.name.split("-")[1]) == bad.state.global_step > 0
 
 
 class Page(HTMLParser):

@@ -13,6 +13,7 @@ weights and desirable are float32. Filler rows (index -1) are padding that nothi
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -72,6 +73,19 @@ class Rows:
             following[order] = np.roll(order, -1)
             self._others["next"] = following
         return int(self._others["next"][row])
+
+
+def fingerprint(rows: Rows) -> str:
+    """Changes when a token, a label, or the way rows are made changes."""
+    digest = hashlib.sha256()
+    examples = rows.examples
+    for array in (
+        examples.input_ids, examples.offsets, examples.token_labels, examples.row_labels,
+        rows.row_buckets, np.asarray(rows.bucket_lengths),
+    ):  # fmt: skip
+        if array is not None:
+            digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()[:16]
 
 
 def _empty_causal(rows: Rows, count: int, length: int) -> Batch:

@@ -43,10 +43,14 @@ STEPS_PACKED = 16  # steps an epoch that a longer packed row must leave
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """One split, ready to be loaded: rows of fixed lengths and what was done to get there."""
+    """One split, ready to be loaded: rows of fixed lengths and what was done to get there.
+
+    growing: a GrowingRows whose first piece is `rows`, when others are prepared during training.
+    """
 
     rows: Rows
     report: DataReport
+    growing: Any = None
 
 
 def causal_dataset(

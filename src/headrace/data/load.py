@@ -26,6 +26,7 @@ from headrace.data.dataset import (
     preference_dataset,
     tagged_dataset,
 )
+from headrace.data.growing import PieceLoader, growing_dataset
 from headrace.data.labels import Labels
 from headrace.data.loader import Loader
 from headrace.data.mixture import mixture_files, read_mixture
@@ -46,10 +47,14 @@ class TrainingData:
     eval: Dataset | None
     labels: Labels | None
 
-    def train_loader(self, config: TrainConfig, *, num_devices: int = 1, **options: Any) -> Loader:
+    def train_loader(
+        self, config: TrainConfig, *, num_devices: int = 1, **options: Any
+    ) -> Loader | PieceLoader:
         """Shuffled steps of gradient_accumulation_steps micro-batches; options go to Loader."""
-        return Loader(
-            rows=self.train.rows,
+        growing = self.train.growing
+        make: Any = Loader if growing is None else PieceLoader
+        return make(
+            rows=growing or self.train.rows,
             batch_size=config.per_device_train_batch_size * num_devices,
             accumulation=config.gradient_accumulation_steps,
             seed=config.seed if config.data_seed is None else config.data_seed,
@@ -163,7 +168,8 @@ def _streamed(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, eval_dataset: Any, limit: int
 ) -> TrainingData:
     """Training rows in pieces; evaluation rows, which are few, as ever."""
-    first = streamed_dataset(config, tokenizer, limit=limit)
+    starts_early = config.packing and config.max_steps > 0
+    first = (growing_dataset if starts_early else streamed_dataset)(config, tokenizer, limit=limit)
     second: Dataset | None = None
     if eval_dataset is not None:
         held: Table | None = from_python(eval_dataset, source="eval_dataset")

@@ -74,6 +74,10 @@ class Loader:
         """The same in every epoch."""
         return sum(self._steps)
 
+    def epochs_done(self, state: LoaderState) -> float:
+        """Epochs up to `state`, the share of the present one included."""
+        return state.epoch + state.step / self.steps_per_epoch
+
     @cached_property
     def _steps(self) -> tuple[int, ...]:
         """Steps of each bucket: what is over moves up, and the last bucket rounds up."""
@@ -116,7 +120,7 @@ class Loader:
                 if last
                 else LoaderState(epoch=state.epoch, step=number + 1)
             )
-            yield self._step(*plan[number], after, state.epoch if self.shuffle else 0)
+            yield self.make_step(*plan[number], after, state.epoch if self.shuffle else 0)
 
     def steps(self, state: LoaderState | None = None) -> Iterator[Step]:
         """Steps without end, from `state` on; the caller decides when it is enough."""
@@ -126,7 +130,8 @@ class Loader:
                 yield step
                 state = step.state
 
-    def _step(self, length: int, indices: np.ndarray, after: LoaderState, epoch: int) -> Step:
+    def make_step(self, length: int, indices: np.ndarray, after: LoaderState, epoch: int) -> Step:
+        """The arrays of these rows [A * B over all processes]; epoch: of what is drawn anew."""
         index, count = self.process
         local = self.batch_size // count
         grid = indices.reshape(self.accumulation, self.batch_size)

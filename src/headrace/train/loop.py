@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import TrainerControl, TrainerState
 
 from headrace.data.loader import LoaderState, Step
 from headrace.data.prefetch import Prefetch
-from headrace.errors import CheckpointError, TrainingError
+from headrace.errors import CheckpointError, DataError, TrainingError
 from headrace.train.averaging import averaged
 from headrace.train.callbacks import Callbacks
 from headrace.train.checkpoint import Restored, list_checkpoints, rotate, save_checkpoint
@@ -91,6 +91,8 @@ class TrainLoop:
         if isinstance(self.run.schedule, ReduceOnPlateau):
             self.run.schedule.load_state_dict(progress["schedule"])
         self._saved_step = restored.step
+        if self.run.data.train.growing is not None:
+            self.run.data.train.growing.expect(progress.get("pieces", ()))
 
     def execute(self) -> None:
         """All steps that are left. Raises what the run raises; `arrays` stays usable."""
@@ -106,7 +108,7 @@ class TrainLoop:
                 while self.state.global_step < self.run.total_steps:
                     if self._position.step == 0:
                         self._fire("on_epoch_begin")
-                    self._one_step(next(prefetched))
+                    self._one_step(self._next(prefetched))
                     self._between_steps()
                     if stop_is_due(self.state.global_step, interrupt.received is not None):
                         self._leave(interrupt)
@@ -114,6 +116,19 @@ class TrainLoop:
                         break
             self._take(self._late.flush())
         self.step_seconds = self._clock.working
+
+    def _next(self, steps: Iterator[Step]) -> Step:
+        """The next step's data; rows that turn out bad in mid-run cost no trained step."""
+        growing = self.run.data.train.growing
+        report = None if growing is None else growing.report()
+        if report is not None:
+            self._say(str(report).rstrip())
+        try:
+            return next(steps)
+        except DataError:
+            if self.state.global_step:
+                self._do_save(final=True)
+            raise
 
     def _one_step(self, step: Step) -> None:
         run, state = self.run, self.state
@@ -137,8 +152,7 @@ class TrainLoop:
             self._fire("on_epoch_end")
 
     def _epoch(self) -> float:
-        position, per_epoch = self._position, self.run.train_loader.steps_per_epoch
-        return position.epoch + position.step / per_epoch
+        return self.run.train_loader.epochs_done(self._position)
 
     def _due(self, strategy: str, every: int) -> bool:
         if strategy == "epoch":
@@ -305,7 +319,7 @@ class TrainLoop:
         path = self._directory / f"checkpoint-{step}"
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = str(path)
-        schedule = self.run.schedule
+        schedule, growing = self.run.schedule, self.run.data.train.growing
         progress = {
             "loader": dataclasses.asdict(self._position),
             "trainer_state": {
@@ -315,6 +329,7 @@ class TrainLoop:
                     "best_global_step", "best_model_checkpoint",
                 )
             },
+            "pieces": [] if growing is None else growing.fingerprints,
             "callbacks": self.callbacks.state_dict(),
             "schedule": schedule.state_dict() if isinstance(schedule, ReduceOnPlateau) else {},
             "config": self.run.config.model_dump(mode="json"),

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from headrace.bridge.lower import RematPolicy
+from headrace.data.growing import PieceLoader
 from headrace.data.loader import Loader
 from headrace.errors import TrainingError
 from headrace.train.compiler_flags import compiler_options
@@ -129,7 +130,7 @@ def _memory_limit() -> int | None:
     return stats.get("bytes_limit") if stats else None
 
 
-def example_batch(loader: Loader) -> dict[str, np.ndarray]:
+def example_batch(loader: Loader | PieceLoader) -> dict[str, np.ndarray]:
     """A batch of filler rows in the largest shape of the loader."""
     accumulation, rows, length = max(loader.shapes, key=lambda shape: shape[2])
     flat = loader.rows.batch(np.full(accumulation * rows, -1), length)

@@ -126,6 +126,7 @@ class Trainer:
         if self._run is None:
             _use_compilation_cache(self.args)
             self._run, self._arrays = build_run(self.args, **self._inputs)
+            self.args = self._run.config  # with what `mesh: auto` and the like became
             self._programs = Programs(
                 self._run, self._arrays, on_compile=lambda event: self._say(str(event))
             )
@@ -314,9 +315,10 @@ class Trainer:
             if dataset is not None:
                 self._say(str(dataset.report).rstrip())
         shapes = ", ".join(f"{a} x {b} x {s}" for a, b, s in run.train_loader.shapes)
-        count = len(run.train_loader.shapes)
+        count, per_epoch = len(run.train_loader.shapes), run.train_loader.steps_per_epoch
+        known = "rows are still prepared" if per_epoch is None else f"{per_epoch:,} in an epoch"
         self._say(
-            f"steps    {run.total_steps:,}, {run.train_loader.steps_per_epoch:,} in an epoch; "
+            f"steps    {run.total_steps:,}, {known}; "
             f"{count} shape{'s' if count > 1 else ''} to compile (micro-batches x rows x tokens): "
             f"{shapes}"
         )
@@ -364,7 +366,9 @@ class Trainer:
         run, config = self.run, self.args
         dataset = config.dataset_name
         known = dataset is not None and not Path(dataset).expanduser().exists()
-        reports = [run.data.train.report, *([run.data.eval.report] if run.data.eval else [])]
+        growing = run.data.train.growing
+        rows = run.data.train.report if growing is None else growing.report_so_far()
+        reports = [rows, *([run.data.eval.report] if run.data.eval else [])]
         story = Story(
             title=config.run_name or Path(config.output_dir).resolve().name,
             base=base_name(run.model, config.model_name_or_path),
@@ -372,7 +376,7 @@ class Trainer:
             task=config.task,
             given={k: v for k, v in config.as_given().items() if k not in _OF_THIS_MACHINE},
             reports=reports,
-            lengths=run.data.train.rows.examples.lengths,
+            lengths=run.data.train.rows.examples.lengths if growing is None else growing.lengths(),
             history=self.state.log_history,
             samples=loop.samples,
             result={**output.metrics, "steps": output.global_step},
