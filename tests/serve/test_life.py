@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import queue
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from test_server import _Running
 
 from headrace.errors import ConfigError, ServeError
 from headrace.serve import Engine, EngineOptions, SamplingParams, capture_for_serving
-from headrace.serve.api import ServerOptions
+from headrace.serve.api import ServerOptions, run_server
 from headrace.serve.bench import Load, measure
 from headrace.serve.vllm import check_parity, prepare
 
@@ -69,38 +71,66 @@ def test_sigterm_refuses_new_requests_and_lets_running_ones_finish(
     assert list((tmp_path / "cache").iterdir())
 
 
+def test_a_second_signal_ends_at_once(engine: Engine) -> None:
+    running = _Running(engine, ServerOptions(drain_seconds=60))
+    body = {"prompt": "Hello", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    text = ""
+    with (
+        httpx.stream("POST", running.url + "/v1/completions", json=body, timeout=60) as answer,
+        contextlib.suppress(httpx.RemoteProtocolError),
+    ):
+        for i, part in enumerate(answer.iter_text()):
+            text += part
+            if i in (0, 1):
+                running.server.handle_exit(signal.SIGTERM, None)
+    running.thread.join(10)
+    assert not running.thread.is_alive()
+    assert "[DONE]" not in text
+    end = time.monotonic() + 10
+    while engine.page_pool.num_used and time.monotonic() < end:
+        time.sleep(0.05)
+    engine.check_invariants()
+    assert engine.page_pool.num_used == 0
+
+
 def test_an_engine_that_dies_says_so_and_ends_every_request(llama: Any, tokenizer: Any) -> None:
     served = capture_for_serving(llama, tokenizer=tokenizer, name="tiny")
     options = EngineOptions(max_model_len=64, max_num_seqs=1, max_batched_tokens=16, warm_up=False)
     engine = Engine(served, options=options)
-    running = _Running(engine, ServerOptions())
-    try:
-        scheduler: Any = engine._runner.scheduler
+    addresses: queue.SimpleQueue[str] = queue.SimpleQueue()
+    codes: list[int] = []
 
-        def fail() -> None:
-            raise RuntimeError("a device error")
+    def serve() -> None:
+        codes.append(run_server(engine, ServerOptions(port=0), on_start=addresses.put))
 
-        answers: list[httpx.Response] = []
-        body = {"prompt": "Hello", "max_tokens": 50, "ignore_eos": True}
+    serving = threading.Thread(target=serve)
+    serving.start()
+    url = addresses.get(timeout=60)
+    scheduler: Any = engine._runner.scheduler
 
-        def ask() -> None:
-            answers.append(httpx.post(running.url + "/v1/completions", json=body, timeout=60))
+    def fail() -> None:
+        raise RuntimeError("a device error")
 
-        asking = threading.Thread(target=ask)
-        asking.start()
-        while not engine.stats.steps:
-            time.sleep(0.01)
-        scheduler.plan = fail
-        asking.join()
-        assert answers[0].status_code in (500, 503)
-        assert "device error" not in answers[0].text
-        assert httpx.get(running.url + "/health").status_code == 503
-        assert isinstance(engine.dead, RuntimeError)
-        with pytest.raises(ServeError):
-            engine.generate(["Hello"], SamplingParams())
-    finally:
-        running.stop()
-        engine.close()
+    answers: list[httpx.Response] = []
+    body = {"prompt": "Hello", "max_tokens": 50, "ignore_eos": True}
+
+    def ask() -> None:
+        answers.append(httpx.post(url + "/v1/completions", json=body, timeout=60))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while not engine.stats.steps:
+        time.sleep(0.01)
+    scheduler.plan = fail
+    asking.join()
+    assert answers[0].status_code in (500, 503)
+    assert "device error" not in answers[0].text
+    assert httpx.get(url + "/health").status_code == 503
+    assert isinstance(engine.dead, RuntimeError)
+    with pytest.raises(ServeError):
+        engine.generate(["Hello"], SamplingParams())
+    serving.join(20)
+    assert codes == [1]
 
 
 def test_bench_counts_what_the_server_counts(engine: Engine) -> None:

@@ -20,9 +20,9 @@ PROMPTS = [[5, 9, 200, 17, 33, 8, 4, 91, 12], [7, 7, 300, 41], [5, 9, 200, 17, 3
 
 
 def _adapter(folder: Path, seed: int, **changes: Any) -> Path:
-    torch.manual_seed(seed)
     options: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
     model = get_peft_model(tiny_llama(), LoraConfig(**(options | changes)))
+    torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:

@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
+import torch
+from conftest import tiny_llama
+from peft import LoraConfig, get_peft_model
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.serve import Engine, SamplingParams
-from headrace.serve.api import ServerOptions, build_app
+from headrace.serve.api import ServerOptions, build_server
 
 PROMPT = "Reminder: call Tom"
 MESSAGES: list[Any] = [{"role": "user", "content": "call Tom"}]
 
 
 class _Running:
-    def __init__(self, engine: Engine, options: ServerOptions) -> None:
-        config = uvicorn.Config(
-            build_app(engine, options), host="127.0.0.1", port=0, log_level="warning", http="h11"
-        )
-        self.server = uvicorn.Server(config)
+    """The real server, on a free port, in a thread."""
+
+    def __init__(self, engine: Any, options: ServerOptions) -> None:
+        self.server = build_server(engine, replace(options, port=0))
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = self.server.url
+        self.port = int(self.url.rpartition(":")[2])
 
     def stop(self) -> None:
         self.server.should_exit = True
@@ -44,7 +49,8 @@ class _Running:
 
 @pytest.fixture(scope="module")
 def server(engine: Engine) -> Iterator[_Running]:
-    running = _Running(engine, ServerOptions(max_body_bytes=100_000, body_seconds=1.0))
+    options = ServerOptions(max_body_bytes=100_000, head_seconds=1.0, body_seconds=1.0)
+    running = _Running(engine, options)
     yield running
     running.stop()
 
@@ -272,22 +278,106 @@ def test_a_client_that_leaves_frees_everything(server: _Running, engine: Engine)
     engine.check_invariants()
 
 
-def test_overload_answers_or_says_when_to_come_back(server: _Running) -> None:
+def test_overload_answers_or_says_when_to_come_back(server: _Running, engine: Engine) -> None:
+    """Ten times what rows and queue hold, at once: what is accepted is answered whole."""
+    num = 10 * (engine.options.max_num_seqs + engine.options.max_queue)
+
     async def one(http: httpx.AsyncClient) -> httpx.Response:
         body = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
         return await http.post("/v1/completions", json=body)
 
     async def run() -> list[httpx.Response]:
-        limits = httpx.Limits(max_connections=100)
+        limits = httpx.Limits(max_connections=num)
         async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
-            return await asyncio.gather(*(one(http) for _ in range(80)))
+            return await asyncio.gather(*(one(http) for _ in range(num)))
 
     got = asyncio.run(run())
     codes = [r.status_code for r in got]
     assert set(codes) == {200, 503}
     assert all(r.headers["retry-after"] == "1" for r in got if r.status_code == 503)
     assert all(r.json()["usage"]["completion_tokens"] == 12 for r in got if r.status_code == 200)
+    assert codes.count(200) >= engine.options.max_queue
     assert httpx.get(server.url + "/health").status_code == 200
+    assert engine.page_pool.num_used == 0
+    engine.check_invariants()
+
+
+def test_adapters_change_under_load(
+    server: _Running, engine: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Loaded again and again while answers run: each answer is of one version, whole."""
+    folders = [_adapter(tmp_path_factory.mktemp("adapters") / "swapped", seed) for seed in (1, 2)]
+    body = {"model": "swapped", "prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
+    body["temperature"] = 0
+    wanted: set[str] = set()
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+
+        def load(i: int) -> bool:
+            """False while two older versions still answer: there are two slots."""
+            change = {"lora_name": "swapped", "lora_path": str(folders[i % 2])}
+            answer = http.post("/v1/load_lora_adapter", json={**change, "load_inplace": True})
+            assert answer.status_code == 200 or "slots are in use" in answer.text
+            return answer.status_code == 200
+
+        def ask() -> str:
+            answer = http.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["text"]
+
+        for i in range(2):
+            assert load(i)
+            wanted.add(ask())
+        assert len(wanted) == 2
+        with ThreadPoolExecutor(4) as threads:
+            asked = [threads.submit(ask) for _ in range(24)]
+            swaps = 0
+            while not all(future.done() for future in asked):
+                swaps += load(swaps)
+                time.sleep(0.01)
+            assert swaps > 2
+            assert {future.result() for future in asked} == wanted
+        gone = http.post("/v1/unload_lora_adapter", json={"lora_name": "swapped"})
+        assert gone.status_code == 200
+        assert http.post("/v1/completions", json=body).status_code == 404
+    engine.check_invariants()
+
+
+def _adapter(folder: Path, seed: int) -> Path:
+    tuned: Any = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter))
+    tuned.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: "])
+def test_a_slow_head_is_cut_off(server: _Running, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(20)
+        if sent:  # the second request of a connection that was fine
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b" 200 " in connection.recv(300)
+        start = time.monotonic()
+        with contextlib.suppress(OSError):  # the server may close before all is sent
+            for i in range(100):
+                connection.sendall(sent[i : i + 1] or b"a" * bool(sent))
+                time.sleep(0.05)
+                if time.monotonic() - start > 5 or _closed(connection):
+                    break
+        assert 0.5 < time.monotonic() - start < 4
+
+
+def _closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    finally:
+        connection.settimeout(20)
 
 
 def test_a_slow_body_is_cut_off(server: _Running) -> None:

@@ -55,7 +55,7 @@ def test_described_and_broken_requests_never_crash(
         )
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case: Case) -> None:
-            answer = case.call(base_url=server.url, session=session)
+            answer = case.call(base_url=server.url, session=session, timeout=120)
             assert answer.status_code < 500 or answer.status_code == 503, answer.text
             if answer.status_code >= 400:
                 ErrorBody.model_validate_json(answer.content)

@@ -10,10 +10,12 @@ pooling.py    embeddings and classification
 models.py     models, tokens there and back, adapters
 metrics.py    Prometheus names
 openapi.py    /openapi.json
-app.py        the application: keys, limits, life cycle
+app.py        the application: routes, keys, limits
+server.py     sockets, slow clients, signals
 playground.html, pooling.html  the page at /
 """
 
-from headrace.serve.api.app import ServerOptions, build_app, run_server
+from headrace.serve.api.app import ServerOptions, build_app
+from headrace.serve.api.server import build_server, run_server
 
-__all__ = ["ServerOptions", "build_app", "run_server"]
+__all__ = ["ServerOptions", "build_app", "build_server", "run_server"]

@@ -1,6 +1,6 @@
-"""The application: routes, keys, limits, readiness, and an orderly end.
+"""The application: routes, keys, limits, readiness.
 
-Knows: starlette, uvicorn, signals. Does not know: how answers are made.
+Knows: starlette. Does not know: sockets, signals (`server`), how answers are made.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
-import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -57,8 +54,8 @@ class ServerOptions:
 
     api_keys: any of them opens everything but /health, /ready and the page at /. served_model_name:
     the base's id. default_model: used when a request names none. max_body_bytes: larger bodies get
-    413. body_seconds: how long a client may take to send one. drain_seconds: how long running
-    answers may go on after SIGTERM.
+    413. head_seconds, body_seconds: how long a client may take to send a request's head, its body.
+    drain_seconds: how long running answers may go on after SIGTERM.
     """
 
     host: str = "127.0.0.1"
@@ -67,6 +64,7 @@ class ServerOptions:
     served_model_name: str | None = None
     default_model: str | None = None
     max_body_bytes: int = 4 * 1024 * 1024
+    head_seconds: float = 15.0
     body_seconds: float = 30.0
     drain_seconds: float = 30.0
 
@@ -81,7 +79,7 @@ class ServerOptions:
             return False
 
 
-class _State:
+class State:
     """What changes while the server runs."""
 
     def __init__(self) -> None:
@@ -99,7 +97,7 @@ def build_app(engine: AnyEngine, options: ServerOptions | None = None) -> Starle
     default = options.default_model or base
     if default not in (base, *engine.adapters.names):
         raise ConfigError(f"default_model {default!r} is neither the base nor a loaded adapter")
-    state = _State()
+    state = State()
     service = Service(
         engine=engine,
         base_name=base,
@@ -119,7 +117,7 @@ def build_app(engine: AnyEngine, options: ServerOptions | None = None) -> Starle
     return app
 
 
-def _routes(service: Service[Any], state: _State, *, keyed: bool) -> list[Route]:
+def _routes(service: Service[Any], state: State, *, keyed: bool) -> list[Route]:
     def route(endpoint: Endpoint) -> Route:
         async def run(request: Request) -> Response:
             try:
@@ -141,7 +139,7 @@ def _routes(service: Service[Any], state: _State, *, keyed: bool) -> list[Route]
     return [route(endpoint) for endpoint in (*endpoints, last)]
 
 
-def _life(state: _State) -> list[Endpoint]:
+def _life(state: State) -> list[Endpoint]:
     """Health, numbers and the page, which every server has."""
 
     async def health(service: Service[Any], request: Request) -> Response:
@@ -281,7 +279,7 @@ async def _read_body(options: ServerOptions, request: Request) -> bytes:
 class _Guard:
     """Keys, draining, and the count of requests in flight, around every request."""
 
-    def __init__(self, app: ASGIApp, *, options: ServerOptions, state: _State) -> None:
+    def __init__(self, app: ASGIApp, *, options: ServerOptions, state: State) -> None:
         self._app, self._options, self._state = app, options, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -323,87 +321,3 @@ class _Guard:
         if any(matches):
             return None
         return ApiError(401, "an API key is needed: Authorization: Bearer ...")
-
-
-def run_server(
-    engine: AnyEngine, options: ServerOptions, *, on_start: Callable[[str], None]
-) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the process's exit code.
-
-    on_start gets the address once it listens. The first signal refuses new requests and lets
-    running ones finish for drain_seconds, the second ends at once. When the engine dies, /health
-    says so and the server ends with code 1.
-    """
-    import uvicorn
-
-    app = build_app(engine, options)
-    config = uvicorn.Config(
-        app,
-        host=options.host,
-        port=options.port,
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=30,
-        h11_max_incomplete_event_size=64 * 1024,
-        http="h11",
-        lifespan="off",
-    )
-    server = _Server(config, app.state.headrace, options.drain_seconds, on_start)
-    watcher = threading.Thread(target=_watch, args=(engine, server), daemon=True)
-    watcher.start()
-    server.run()
-    failed = engine.dead is not None
-    engine.close()
-    return 1 if failed or not server.started else 0
-
-
-def _watch(engine: AnyEngine, server: Any) -> None:
-    """End the server a moment after the engine died, so that clients see why."""
-    while engine.alive:
-        time.sleep(0.2)
-    if engine.dead is not None:
-        log.error("the engine died: %r", engine.dead)
-        time.sleep(2.0)
-        server.should_exit = server.force_exit = True
-
-
-def _server_class() -> Any:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        """uvicorn with our drain: the first signal waits for running answers."""
-
-        def __init__(
-            self, config: Any, state: _State, drain_seconds: float, on_start: Callable[[str], None]
-        ) -> None:
-            super().__init__(config)
-            self._state, self._drain, self._on_start = state, drain_seconds, on_start
-
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets=sockets)
-            if self.started:
-                host, port = self.servers[0].sockets[0].getsockname()[:2]
-                host = f"[{host}]" if ":" in host else host
-                self._on_start(f"http://{host}:{port}")
-
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            if self._state.draining:
-                self.should_exit = self.force_exit = True
-                return
-            self._state.draining = True
-            sys.stderr.write("stopping: running answers may finish; once more to end now\n")
-            threading.Thread(target=self._drain_then_exit, daemon=True).start()
-
-        def _drain_then_exit(self) -> None:
-            end = time.monotonic() + self._drain
-            while self._state.in_flight and time.monotonic() < end:
-                time.sleep(0.05)
-            self.should_exit = True
-            time.sleep(1.0)
-            self.force_exit = True
-
-    return Server
-
-
-def _Server(*args: Any) -> Any:
-    return _server_class()(*args)
