@@ -1,7 +1,7 @@
 """Run in a process of its own with pretended devices: one line of JSON a case, for test_parity.
 
 Every case computes loss and gradients on one device and on a mesh. Arguments: cases as
-`family|axis=size,...|remat` and, for a LoRA adapter, `|lora`.
+`family|axis=size,...|remat` and, for a LoRA adapter, `|lora`; on a quantised base `|lora|nf4`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 from typing import Any
 
 import jax
@@ -17,11 +18,15 @@ import numpy as np
 import torch
 import transformers as tf
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 
 from headrace.bridge.module import JaxModule, to_jax
+from headrace.kernels.quantized import quantize
 from headrace.sharding import MeshConfig, make_mesh, make_partition, param_shardings, plan_params
 from headrace.sharding.place import put_batch
 from headrace.train.losses import ClassificationLoss, causal_loss
+from headrace.train.quantization import quantizations, quantized_weight
+from headrace.weights import load_stored, open_stream
 
 DECODER: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -117,6 +122,25 @@ def collectives(text: str) -> list[tuple[str, int]]:
     return found
 
 
+def _quantized_from_files(module: JaxModule, quantized: Any, layout: Any) -> dict[str, Any]:
+    """Quantised weights as a run gets them: from files, layer by layer, onto the mesh."""
+    tensors = dict(module.module.named_parameters())
+    keys = {key: module.layout.keys[key] for key in quantized}
+    made = {
+        key: quantized_weight(
+            (len(names), *tensors[names[0]].shape), np.dtype(np.float32), quantized[key],
+            layout[key],
+        )
+        for key, names in keys.items()
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        bare = {n: t.detach() for n, t in tensors.items() if ".lora_" not in n}
+        bare = {n.replace(".base_layer", ""): t.contiguous() for n, t in bare.items()}
+        save_file(bare, f"{folder}/model.safetensors")
+        stream = open_stream(folder, module.module)
+        return load_stored(stream, keys, layout, dict.fromkeys(keys, np.dtype(np.float32)), made)
+
+
 def run(case: str) -> dict[str, Any]:
     family, axes, remat, *more = case.split("|")
     model = _model(family)
@@ -143,12 +167,20 @@ def run(case: str) -> dict[str, Any]:
         )
 
     params = module.params()
+    quantized = quantizations(module, "nf4" if "nf4" in more else None)
+    for key, how in quantized.items():
+        params[key] = quantize(params[key], how)
     want = _step(family, module, remat)(*split(params), batch)
     config = MeshConfig.sized(axes)
     mesh = make_mesh(config, jax.devices()[: config.size])
     plans = plan_params(module, config)
     layout = param_shardings(mesh, plans)
-    placed = {key: jax.device_put(value, layout[key]) for key, value in params.items()}
+    placed = {
+        key: jax.device_put(value, layout[key])
+        for key, value in params.items()
+        if key not in quantized
+    }
+    placed |= _quantized_from_files(module, quantized, layout)
     rows = put_batch(mesh, {name: value[None] for name, value in batch.items()})
     rows = {name: value[0] for name, value in rows.items()}
     step = _step(family, module.on_mesh(make_partition(mesh, plans)), remat)

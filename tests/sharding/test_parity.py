@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 FSDP, LORA = "llama|fsdp=4|full", "llama|fsdp=4|full|lora"
+NF4 = "llama|fsdp=4|none|lora|nf4"
 CASES = [
     FSDP,
     LORA,
+    NF4,
     "llama|tensor=4,fsdp=2|none",
     "llama|context=4,fsdp=2|none",
     "gemma3|data=2,context=2,tensor=2|full",
@@ -53,6 +55,13 @@ def test_fsdp_gathers_every_weight_once_a_pass(results: Any) -> None:
     gathered = [size for size in _elements(results[FSDP], "all-gather") if size in matrices]
     assert len(gathered) == 2 * 7
     assert _elements(results[FSDP], "all-gather").count(96 * 32) == 1
+
+
+def test_of_quantised_weights_the_codes_are_gathered(results: Any) -> None:
+    gathered = _elements(results[NF4], "all-gather")
+    # Two codes a byte; three matrices [32, 48] and two [32, 32] a layer, in two passes.
+    assert gathered.count(32 * 48 // 2) == 6 and gathered.count(32 * 32 // 2) == 4
+    assert 32 * 48 not in gathered and 32 * 32 not in gathered
 
 
 def test_lora_sums_gradients_of_the_adapter_only(results: Any) -> None:

@@ -103,7 +103,7 @@ class Partition:
         """
         if isinstance(value, QuantizedWeight):
             codes, scales = self.gather(value.codes, spec), self.gather(value.scales, spec)
-            return replace(value, codes=codes, scales=scales)
+            return replace(value, codes=codes, scales=scales, used=self.sharding(spec.compute))
         stored, compute = (self.fitting(s, value.shape) for s in (spec.stored, spec.compute))
         return _gather(self, WeightSpec(stored=stored, compute=compute))(value)
 

@@ -88,7 +88,7 @@ class Quantization:
 class QuantizedWeight:
     """codes: of the weight's shape, or half the inputs when packed. scales: one for a block.
 
-    dtype: of the weight when it is used.
+    dtype: of the weight when it is used. used: its sharding then, on a mesh.
 
     A pytree of two arrays, so a stack of layers is sliced by a scan like an array.
     """
@@ -97,6 +97,7 @@ class QuantizedWeight:
     scales: Any
     quantization: Quantization = field(metadata={"static": True})
     dtype: Any = field(metadata={"static": True})
+    used: Any = field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -179,7 +180,8 @@ def _dequantize_weight(weight: QuantizedWeight) -> Array:
     else:
         values = _blocked(weight.codes.astype(jnp.float32), how)
     scales = jnp.expand_dims(weight.scales, how.axis).astype(jnp.float32)
-    return (values * scales).reshape(weight.shape).astype(weight.dtype)
+    made = (values * scales).reshape(weight.shape).astype(weight.dtype)
+    return made if weight.used is None else jax.lax.with_sharding_constraint(made, weight.used)
 
 
 def _looked_up(codes: Array, first: int = 0, count: int = len(NF4)) -> Array:
