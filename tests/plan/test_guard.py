@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from headrace.config import TrainConfig
 from headrace.errors import ConfigError
 from headrace.plan import guard
+from headrace.plan.automatic import Here
 from headrace.train.compiler_flags import FLAG_SETS, compiler_options, flag_sets
 
 
@@ -17,7 +18,7 @@ def llama_7b(folder) -> str:
 
 
 def test_a_run_far_beyond_the_memory_is_refused_with_its_causes(tmp_path, monkeypatch):
-    monkeypatch.setattr(guard, "device_budget", lambda: (8, 16 * 2**30))
+    monkeypatch.setattr(guard.Here, "look", lambda: Here(count=8, memory=16 * 2**30))
     config = TrainConfig(model_name_or_path=llama_7b(tmp_path))
     with pytest.raises(ConfigError, match=r"(?s)optimizer 5\d\.\d.*mesh: auto.*all 8.*use_peft"):
         guard.check_fits(config)
@@ -26,9 +27,9 @@ def test_a_run_far_beyond_the_memory_is_refused_with_its_causes(tmp_path, monkey
 
 def test_no_limit_or_no_model_is_no_obstacle(tmp_path, monkeypatch):
     config = TrainConfig(model_name_or_path=llama_7b(tmp_path))
-    monkeypatch.setattr(guard, "device_budget", lambda: None)
+    monkeypatch.setattr(guard.Here, "look", lambda: Here(count=1))
     guard.check_fits(config)
-    monkeypatch.setattr(guard, "device_budget", lambda: (1, 1))
+    monkeypatch.setattr(guard.Here, "look", lambda: Here(count=1, memory=1))
     guard.check_fits(TrainConfig(model_name_or_path=str(tmp_path / "missing")))
 
 

@@ -110,7 +110,7 @@ def test_settings_are_taken_back_by_the_configuration(tmp_path):
     config = recipe(llama(tmp_path))
     settings = make_plan(config, "v5e-8", compile=False).settings()
     again = config.replace(**settings)
-    assert again.mesh == {"fsdp": 8}
+    assert again.mesh == {"data": 8}  # it fits one chip
     assert default_candidate(read_subject(again), "v5e-8").as_json() == (
         default_candidate(read_subject(config), "v5e-8").as_json()
     )

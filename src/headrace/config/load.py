@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from headrace.config.aliases import IGNORED, REFUSED, RENAMED, TRANSLATED
+from headrace.config.aliases import AUTOMATIC, IGNORED, REFUSED, RENAMED, TRANSLATED
 from headrace.config.checks import conflicts
 from headrace.config.fields import TrainConfig
 from headrace.errors import ConfigError
@@ -97,6 +97,8 @@ def _canonical(
 
 def _translate(entry: _Given, cls: type[TrainConfig], findings: _Findings) -> dict[str, Any]:
     key = entry.written
+    if entry.value == "auto" and RENAMED.get(key, key) in AUTOMATIC:
+        return {AUTOMATIC[RENAMED.get(key, key)]: True}
     if key in cls.model_fields:
         return {key: entry.value}
     if key in RENAMED:

@@ -68,7 +68,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained of a model: numbers of parameters."""
+    """What is trained of a model: numbers of parameters. stored: bytes of the model's weights."""
 
     shape: ModelShape
     task: str
@@ -76,6 +76,7 @@ class Training:
     frozen: int
     adapter: int
     item: int
+    stored: float
     optimizer_bytes: int  # of one trained parameter
 
     @property
@@ -102,8 +103,20 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
         frozen=shape.size if config.use_peft else 0,
         adapter=adapter,
         item=_ITEM.get(dtype, 4),
+        stored=_stored_bytes(config.quantization, shape, _ITEM.get(dtype, 4)),
         optimizer_bytes=_OPTIMIZER_BYTES[config.optim],
     )
+
+
+# Bytes of a quantised weight: its code, and for blocks of 64 a scale of two bytes.
+_QUANTIZED = {"int8": 1.0, "int4": 0.5 + 2 / 64, "nf4": 0.5 + 2 / 64}
+
+
+def _stored_bytes(quantization: str | None, shape: ModelShape, item: int) -> float:
+    if quantization is None:
+        return float(shape.size * item)
+    inside = sum(kind.count * m.size for kind in shape.layers for m in kind.matrices)
+    return inside * _QUANTIZED[quantization] + (shape.size - inside) * item
 
 
 def estimate(
@@ -173,7 +186,7 @@ def memory_by_cause(training: Training, candidate: Candidate) -> dict[str, int]:
     if not training.adapts and training.task == "causal":
         head_gradient = 4.0 * shape.embedding / split
     found = {
-        "frozen weights": training.frozen * item / split,
+        "frozen weights": training.stored / split if training.frozen else 0.0,
         "trained weights (float32)": 4.0 * trained,
         "optimizer": training.optimizer_bytes * trained,
         "batch and buffers": 4.0 * 4 * candidate.accumulation * tokens,
@@ -320,7 +333,7 @@ def _link_times(training: Training, candidate: Candidate) -> dict[str, float]:
     rate = chip.link_bandwidth * hardware.usable_links * _RATES[chip.name].links
     found: dict[str, float] = {}
     fsdp, data, tensor = (candidate.axis(name) for name in ("fsdp", "data", "tensor"))
-    weights = training.shape.size * training.item / tensor
+    weights = training.stored / tensor
     moved = 0.0
     if fsdp > 1:
         share = (fsdp - 1) / fsdp

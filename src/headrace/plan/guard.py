@@ -8,26 +8,13 @@ Knows: the analytic memory model, the local devices. Does not know: datasets, co
 
 from __future__ import annotations
 
-from typing import Any
-
 from headrace.config import TrainConfig
 from headrace.errors import ConfigError
 from headrace.plan.analytic import memory_by_cause, training_of
-from headrace.plan.candidate import Candidate
+from headrace.plan.automatic import Here, automatic_settings, local_candidate
 from headrace.plan.shape import model_shape, read_model_config
 
 MARGIN = 1.25
-_SHORTEST = 128  # tokens in a row when the configuration leaves the length to the data
-
-
-def device_budget() -> tuple[int, int] | None:
-    """(devices, bytes of one) that a run here would use; None where memory is not limited."""
-    import jax
-
-    devices = jax.devices()
-    stats: Any = devices[0].memory_stats()
-    limit = (stats or {}).get("bytes_limit")
-    return (len(devices), int(limit)) if limit else None
 
 
 def check_fits(config: TrainConfig) -> None:
@@ -43,30 +30,14 @@ def check_fits(config: TrainConfig) -> None:
         shape = model_shape(found, config.model_name_or_path)
     except ConfigError:
         return  # the run itself says what is wrong with the model
-    budget = device_budget()
-    if budget is None:
+    here = Here.look()
+    if here.memory is None:
         return
-    candidate = _candidate(config, budget[0])
-    memory = memory_by_cause(training_of(config, shape), candidate)
+    config, _ = automatic_settings(config, found, here)
+    memory = memory_by_cause(training_of(config, shape), local_candidate(config, here))
     needed = sum(memory.values())
-    if needed > MARGIN * budget[1]:
-        raise ConfigError(_refusal(config, shape.name, memory, needed, *budget))
-
-
-def _candidate(config: TrainConfig, num_devices: int) -> Candidate:
-    mesh: Any = config.mesh
-    if mesh == "auto":
-        mesh = {"fsdp": num_devices}
-    remat = config.activation_checkpointing
-    return Candidate(
-        slice_name="here",
-        mesh=dict(mesh or {}),
-        batch_size=config.per_device_train_batch_size,
-        accumulation=config.gradient_accumulation_steps,
-        length=config.max_length or _SHORTEST,
-        packing=config.packing,
-        remat="full" if remat == "auto" else remat,
-    )
+    if needed > MARGIN * here.memory:
+        raise ConfigError(_refusal(config, shape.name, memory, needed, here.count, here.memory))
 
 
 def _refusal(

@@ -202,6 +202,36 @@ def parse_slice(text: str) -> Slice:
     raise ConfigError(_unknown_slice(text, name, slices))
 
 
+# how JAX names devices -> chips; the longest name that a device's begins with
+_DEVICE_KINDS: Mapping[str, str] = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "v7x",
+    "NVIDIA A100": "a100",
+    "NVIDIA H100": "h100",
+    "NVIDIA H200": "h200",
+}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip of a JAX `device_kind`, None for one that is not in the table (a CPU)."""
+    matches = [kind for kind in _DEVICE_KINDS if device_kind.startswith(kind)]
+    return CHIPS[_DEVICE_KINDS[max(matches, key=len)]] if matches else None
+
+
+def local_slice(device_kind: str, num_devices: int) -> Slice | None:
+    """The slice or machine that so many devices of a kind are, None when none is known."""
+    chip = chip_of(device_kind)
+    return next(
+        (s for s in all_slices().values() if s.chip is chip and s.num_devices == num_devices), None
+    )
+
+
 def _canonical(text: str) -> str:
     name = text.strip().lower().replace("_", "-").removeprefix("tpu-")
     count, cross, gpu = name.partition("x")

@@ -16,6 +16,7 @@ from typing import Any
 from headrace.config import TrainConfig
 from headrace.errors import ConfigError, PlanError
 from headrace.plan.analytic import Estimate, Training, estimate, training_of
+from headrace.plan.automatic import Here, automatic_settings, local_candidate
 from headrace.plan.candidate import Candidate, check_mesh
 from headrace.plan.compiler import Answer, Say, compile_all
 from headrace.plan.hardware import Slice, parse_slice
@@ -273,23 +274,14 @@ class Change:
 
 def default_candidate(subject: Subject, slice_name: str) -> Candidate:
     """The candidate that the configuration itself describes, on a slice."""
-    config, hardware = subject.config, parse_slice(slice_name)
-    mesh: Any = getattr(config, "mesh", None)
-    if mesh in (None, "auto"):
-        sizes = {"fsdp": hardware.num_devices} if hardware.num_devices > 1 else {}
-    else:
-        sizes = check_mesh(mesh, hardware)
-    found = Candidate(
-        slice_name=hardware.name,
-        mesh=sizes,
-        batch_size=config.per_device_train_batch_size,
-        accumulation=config.gradient_accumulation_steps,
-        length=_length(subject),
-        packing=config.packing,
-        remat=config.activation_checkpointing,
-        flags=config.compiler_flags,
-    )
-    if found.remat == "auto":
+    hardware = parse_slice(slice_name)
+    config = subject.config.replace(mesh=subject.config.mesh or "auto", max_length=_length(subject))
+    if isinstance(config.mesh, dict):
+        config = config.replace(mesh=check_mesh(config.mesh, hardware))
+    here = Here(count=hardware.num_devices, memory=hardware.chip.hbm_bytes, hardware=hardware)
+    config, _ = automatic_settings(config, subject.model_config, here)
+    found = local_candidate(config, here)
+    if config.activation_checkpointing == "auto":
         found = found.but(remat=_first_fitting_remat(subject, found))
     return found
 

@@ -6,34 +6,21 @@ two for each weight of the forward pass, two for the gradient of its input, two 
 where it is trained. Input embeddings are a look-up and not counted; attention scores and
 recomputation are left out, so the number is a floor (PaLM, appendix B, without its attention term).
 
-Knows: peak rates of dense bfloat16 by device kind. Units: FLOP/s a device.
+Knows: the planner's table of chips (dense bfloat16). Units: FLOP/s a device.
 """
 
 from __future__ import annotations
 
 import jax
 
+from headrace.plan.hardware import chip_of
 from headrace.train.setup import Run
-
-# https://cloud.google.com/tpu/docs (system architecture), NVIDIA data sheets (dense, no sparsity)
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-}
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """FLOP/s of one device in bfloat16, None for a kind that is not in the table (a CPU)."""
-    matches = [kind for kind in PEAK_FLOPS if device_kind.startswith(kind)]
-    return PEAK_FLOPS[max(matches, key=len)] if matches else None
+    """FLOP/s of one device in bfloat16, None for a kind that is not known (a CPU)."""
+    chip = chip_of(device_kind)
+    return None if chip is None else chip.flops
 
 
 def flops_per_token(run: Run) -> float:
