@@ -31,6 +31,7 @@ from headrace.sharding.place import count_collectives
 from headrace.train.abstract import abstract_batch, abstract_state, keep_layout, state_shardings
 from headrace.train.lora import apply_lora
 from headrace.train.losses import causal_loss
+from headrace.train.memory import local_bytes
 from headrace.train.optimizers import make_optimizer
 from headrace.train.shapes import memory_use
 from headrace.train.step import make_train_step
@@ -68,7 +69,9 @@ CASES: dict[str, tuple[Any, str, dict[str, int], int, float]] = {
 }
 
 
-def compile_case(name: str, *, layers: int | None, length: int, rank: int, remat: str) -> None:
+def compile_case(
+    name: str, *, layers: int | None, length: int, rank: int, remat: str, quantization: str | None
+) -> None:
     make_config, topology, sizes, rows, chip = CASES[name]
     start = time.perf_counter()
     model, _ = apply_lora(
@@ -86,7 +89,9 @@ def compile_case(name: str, *, layers: int | None, length: int, rank: int, remat
     plans = plan_params(module, mesh_config)
     divided = module.on_mesh(make_partition(mesh, plans))
     optimizer = make_optimizer("adamw")
-    state, frozen = abstract_state(divided, optimizer=optimizer, mesh=mesh, plans=plans)
+    state, frozen = abstract_state(
+        divided, optimizer=optimizer, mesh=mesh, plans=plans, quantization=quantization
+    )
     shape = (1, rows * mesh_config.batch_size, length)
     names = ("input_ids", "position_ids", "segment_ids", "labels")
     batch = abstract_batch({n: jax.ShapeDtypeStruct(shape, np.int32) for n in names}, mesh)
@@ -103,7 +108,7 @@ def compile_case(name: str, *, layers: int | None, length: int, rank: int, remat
     done = time.perf_counter()
     memory = memory_use(compiled)
     assert memory is not None
-    weights = sum(p.bytes_per_device for p in plans.values() if not p.trainable)
+    weights = local_bytes(frozen)
     print(f"{name} {core.config.num_hidden_layers} layers, {topology}, mesh {sizes}, {shape}")
     print(
         f"  capture {captured - start:.1f} s, lower {lowering - captured:.1f} s, "
@@ -124,11 +129,17 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=3072)
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--remat", default="full")
+    parser.add_argument("--quantization", choices=["int8", "int4", "nf4"], default=None)
     given = parser.parse_args()
     prepare_environment()
     for name in given.names:
         compile_case(
-            name, layers=given.layers, length=given.length, rank=given.rank, remat=given.remat
+            name,
+            layers=given.layers,
+            length=given.length,
+            rank=given.rank,
+            remat=given.remat,
+            quantization=given.quantization,
         )
 
 

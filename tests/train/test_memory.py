@@ -34,12 +34,16 @@ def test_advice_names_three_changes_the_largest_first() -> None:
     causes = MemoryCauses(
         frozen=10, trainable=100, optimizer=200, other=1, gradients=100, temporary=1100, peak=2000
     )
-    found = causes.advice(rows=8, length=512, remat="none", lora=False, devices=4)
+    found = causes.advice(rows=8, length=512, remat="none", lora=False, devices=4, quantized=False)
     assert len(found) == 3
     text = " ".join(found)
     assert "per_device_train_batch_size: 4" in text and "activation_checkpointing: full" in text
-    tight = causes.advice(rows=1, length=512, remat="full", lora=True, devices=4)
+    tight = causes.advice(rows=1, length=512, remat="full", lora=True, devices=4, quantized=True)
     assert len(tight) == 3 and "max_length: 256" in tight[0]
+    large = MemoryCauses(
+        frozen=9000, trainable=1, optimizer=2, other=1, gradients=1, temporary=9, peak=9013
+    ).advice(rows=1, length=512, remat="full", lora=True, devices=4, quantized=False)
+    assert "quantization: nf4" in large[0]
 
 
 def test_local_bytes_of_numpy_like_trees() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 PROGRAM_SETTINGS = (
     "task", "model_revision", "dtype", "optim", "use_peft", "lora_r", "lora_alpha", "lora_dropout",
     "lora_target_modules", "lora_target_parameters", "lora_modules_to_save", "use_rslora",
-    "use_dora", "max_grad_norm", "weight_decay", "sharding_overrides",
+    "use_dora", "quantization", "max_grad_norm", "weight_decay", "sharding_overrides",
 )  # fmt: skip
 _ROOMS = ("bridge", "kernels", "sharding", "train", "plan")
 

@@ -52,6 +52,8 @@ def _refusal(
         advice.append("set activation_checkpointing: full")
     if not config.use_peft:
         advice.append("train an adapter (use_peft: true)")
+    elif config.quantization is None:
+        advice.append("store its frozen weights in 4 bits (quantization: nf4)")
     return (
         f"{name} needs about {needed / 2**30:.1f} GiB a device, a device here has "
         f"{limit / 2**30:.1f}.\n  GiB: {parts}\n  To make it fit: {'; '.join(advice)}; or look "

@@ -45,7 +45,9 @@ class MemoryCauses:
         shown = ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
         return [f"a device needs {size(self.peak)}: {shown}"]
 
-    def advice(self, *, rows: int, length: int, remat: str, lora: bool, devices: int) -> list[str]:
+    def advice(
+        self, *, rows: int, length: int, remat: str, lora: bool, devices: int, quantized: bool
+    ) -> list[str]:
         """Three changes that lower the largest causes, with about how much each brings."""
         rest = max(self.temporary - self.gradients, 0)
         found: list[tuple[int, str]] = []
@@ -64,6 +66,8 @@ class MemoryCauses:
         if not lora:
             full = self.trainable + self.optimizer + self.gradients
             found.append((full * 9 // 10, "use_peft: true, which trains an adapter only"))
+        if lora and not quantized:
+            found.append((self.frozen * 7 // 10, "quantization: nf4, for the frozen weights"))
         if self.optimizer > self.trainable:
             found.append((self.optimizer * 9 // 10, "optim: adafactor, whose moments are small"))
         divided = self.frozen + self.trainable + self.optimizer + self.gradients

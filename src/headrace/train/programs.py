@@ -99,6 +99,7 @@ class Programs:
             length=max(shape[2] for shape in self._run.train_loader.shapes),
             remat=self.remat,
             lora=config.use_peft or self._run.adapter is not None,
+            quantized=config.quantization is not None,
             devices=self._run.placement.config.size,
         )
 
