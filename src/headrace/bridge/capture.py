@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import redirect_stderr
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ from torch.export.graph_signature import OutputKind
 from torch.overrides import TorchFunctionMode
 
 from headrace.bridge.attention import attention_as_operator, without_cache
+from headrace.bridge.bounds import answered_sizes, bounded_sizes
 from headrace.bridge.functions import own_backwards
 from headrace.bridge.ops.decompositions import exporter_table
 from headrace.bridge.ops.registry import lookup
+from headrace.bridge.passes.bounded import SELECTING
 from headrace.bridge.program import Input, Output, PassRecord, Program
 from headrace.errors import CaptureError
 
@@ -169,6 +172,7 @@ def _export(
                 _ParameterData(notes),
                 _Assertions(notes),
                 own_backwards(notes),
+                bounded_sizes(notes),
                 _modules_stay(),
             ):
                 shapes = _dynamic_shapes(module, args, kwargs) if use_dynamic else None
@@ -369,13 +373,14 @@ def _calling_line() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         name = frame.f_code.co_filename
-        if name != __file__ and not name.startswith(_TORCH):
+        if not name.startswith((_TORCH, _OWN)):
             return linecache.getline(name, frame.f_lineno).strip()
         frame = frame.f_back
     return ""
 
 
 _TORCH = torch.__path__[0]
+_OWN = str(Path(__file__).parent)
 _DATA = torch.Tensor.data.__get__  # pyright: ignore
 
 
@@ -402,7 +407,7 @@ def _functional(exported: torch.export.ExportedProgram) -> torch.export.Exported
         table = _decompositions(exported)
         if not (table or _mutates(exported)):
             return exported
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), answered_sizes():
             warnings.simplefilter("ignore")
             exported = exported.run_decompositions(table)
     return exported
@@ -441,7 +446,10 @@ def _decompositions(exported: torch.export.ExportedProgram) -> dict[Any, Any]:
     missing = {
         op
         for op in used
-        if lookup(op) is None and not op._schema.is_mutable and op.namespace in ("aten", "prims")
+        if lookup(op) is None
+        and op not in SELECTING  # what they give is bounded by a pass
+        and not op._schema.is_mutable
+        and op.namespace in ("aten", "prims")
     }
     missing.discard(torch.ops.aten.sym_size.int)  # the lowering reads sizes itself
     return dict(exporter_table(missing)) if missing else {}

@@ -21,13 +21,14 @@ import torch.fx as fx
 from jax.ad_checkpoint import checkpoint_name
 from torch._ops import OpOverload
 
+from headrace.bridge.checked import REQUIRE, checked
 from headrace.bridge.derivatives import OWN_BACKWARD, backward_nodes, own_backward
 from headrace.bridge.divide import Division, constrained, divide, embedding, gathered
 from headrace.bridge.dtypes import to_jax_dtype
 from headrace.bridge.intercept import AttentionCall, Intercept
 from headrace.bridge.masks import MaskSpec, attention_rule, mask_rule
 from headrace.bridge.ops.registry import Rule, lookup
-from headrace.bridge.program import Loop, Program
+from headrace.bridge.program import Loop, Program, place
 from headrace.errors import UnsupportedOpsError
 from headrace.kernels import ATTENTION_RESIDUALS
 from headrace.kernels.partition import Partition, save_but_weights, tracing_on_mesh
@@ -61,6 +62,7 @@ class Settings:
     division: Division | None = None
     symbols: Mapping[Any, int] = field(default_factory=dict)
     sizes: dict[Any, int | None] = field(default_factory=dict)
+    required: list[tuple[Array, str]] = field(default_factory=list)
     observe: Callable[[fx.Node, Any], None] | None = None
 
 
@@ -91,22 +93,13 @@ def check_supported(program: Program) -> None:
     )
 
 
-def place(node: fx.Node) -> str:
-    """Module path, class and source line of a node."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path, kind = list(stack.values())[-1] if stack else ("", "the model")
-    kind = kind if isinstance(kind, str) else kind.__name__
-    line = (node.meta.get("stack_trace") or "").strip().splitlines()
-    where = next((text.strip() for text in reversed(line) if text.strip().startswith("File")), "")
-    return f"in {path or 'the model'} ({kind.rsplit('.', 1)[-1]}) {where}".strip()
-
-
 def _own_rule(node: fx.Node) -> Any:
     special: dict[Any, Any] = {
         _HEADRACE.mask.default: mask_rule,
         _HEADRACE.attention.default: attention_rule,
         _HEADRACE.cotangent.default: jnp.ones_like,
         OWN_BACKWARD: own_backward,
+        REQUIRE: checked,
         torch.ops.aten.sym_size.int: int,
     }
     return special.get(node.target) or lookup(node.target)
@@ -116,9 +109,9 @@ def run(program: Program, values: Sequence[Any], settings: Settings) -> list[Any
     """All results of the graph for the values of its placeholders, in order."""
     symbols = _bind_symbols(program, values)
     division = None if settings.partition is None else divide(program, settings.partition)
-    settings = replace(settings, symbols=symbols, sizes={}, division=division)
+    settings = replace(settings, symbols=symbols, sizes={}, required=[], division=division)
     with tracing_on_mesh(settings.partition):
-        return list(interpret(program.graph, values, settings))
+        return checked(list(interpret(program.graph, values, settings)), settings.required)
 
 
 def _bind_symbols(program: Program, values: Sequence[Any]) -> dict[Any, int]:
@@ -202,6 +195,9 @@ def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> 
         _compare(node, out, settings)
         return out
     args, kwargs = _dense(args), _dense(kwargs)
+    if target is REQUIRE:
+        settings.required.append(args)
+        return args[0]
     if target is torch.ops.aten.sym_size.int:
         return int(args[0].shape[args[1]])
     if not isinstance(target, OpOverload):
@@ -473,5 +469,6 @@ __all__ = [
     "as_array",
     "check_supported",
     "interpret",
+    "place",
     "run",
 ]

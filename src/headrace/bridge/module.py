@@ -30,6 +30,7 @@ from headrace.bridge.cache import write as write_capture
 from headrace.bridge.capture import capture
 from headrace.bridge.dtypes import tensor_to_jax, tensor_to_numpy, to_jax_dtype
 from headrace.bridge.intercept import Intercept
+from headrace.bridge.passes.bounded import bound_sizes
 from headrace.bridge.passes.head import Head, split_head
 from headrace.bridge.passes.roll import roll_layers
 from headrace.bridge.passes.simplify import simplify
@@ -362,6 +363,7 @@ def _prepare(
             return kept
     program = capture(model, args, kwargs, dynamic=dynamic)
     program = run_pass(program, "simplify", simplify)
+    program = run_pass(program, "bounded", bound_sizes)
     lower.check_supported(program)
     program = run_pass(program, "roll", roll_layers) if roll else program
     if folder is not None and key is not None:

@@ -187,6 +187,16 @@ def verify(program: Program) -> None:
             assert user.target is operator.getitem, "a loop's results are taken apart one by one"
 
 
+def place(node: fx.Node) -> str:
+    """Module path, class and source line of a node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path, kind = list(stack.values())[-1] if stack else ("", "the model")
+    kind = kind if isinstance(kind, str) else kind.__name__
+    line = (node.meta.get("stack_trace") or "").strip().splitlines()
+    where = next((text.strip() for text in reversed(line) if text.strip().startswith("File")), "")
+    return f"in {path or 'the model'} ({kind.rsplit('.', 1)[-1]}) {where}".strip()
+
+
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """Copy of a graph with the map from old to new nodes; node meta is shared."""
     new = fx.Graph()

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _MAX_PERIOD = 16
 _ATTENTION = torch.ops.headrace.attention.default
 _MASK = torch.ops.headrace.mask.default
+_REQUIRE = torch.ops.headrace.require.default
 _MIN_NODES = (
     6  # smaller regions (an activation in an nn.Sequential) are not worth a loop of their own
 )
@@ -255,6 +256,10 @@ def _plan(
         [node for item in items[i : i + period] for node in item.nodes]
         for i in range(0, len(items), period)
     ]
+    asking = next((n for block in blocks for n in block if n.target is _REQUIRE), None)
+    if asking is not None:
+        reasons.append(f"{asking.name} is a condition on the batch: {asking.args[1]}")
+        return None
     position = {node: (r, k) for r, block in enumerate(blocks) for k, node in enumerate(block)}
     plan = _Plan(blocks=blocks)
     seen: set[tuple[fx.Node, ...]] = set()

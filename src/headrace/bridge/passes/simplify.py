@@ -14,10 +14,12 @@ import torch
 import torch.fx as fx
 from torch._ops import OpOverload
 
+import headrace.bridge.bounds  # noqa: F401  registers operators  # pyright: ignore[reportUnusedImport]
 from headrace.bridge.program import Program, copy_graph
 
 _CHECKS = ("_assert", "sym_constrain", "_assert_tensor_metadata", "_assert_scalar")
 _MASK = torch.ops.headrace.mask.default
+_KEPT = (torch.ops.headrace.turn.default, torch.ops.headrace.require.default)
 _SEGMENTS = 6  # argument of headrace::mask
 
 
@@ -35,7 +37,7 @@ def simplify(program: Program) -> tuple[Program, list[str]]:
 
 
 def _is_impure(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output")
+    return node.op in ("placeholder", "output") or node.target in _KEPT
 
 
 def _drop_checks(graph: fx.Graph) -> int:
