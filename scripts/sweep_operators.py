@@ -2,7 +2,10 @@
 """Run every OpInfo sample of PyTorch through the operator rules and write docs/operators.md.
 
     scripts/sweep_operators.py run --results build/ops.jsonl [--slice 0/2] [--samples 8] [NAME ...]
-    scripts/sweep_operators.py report --results build/ops.jsonl ...
+    scripts/sweep_operators.py errors --results build/op_errors.jsonl
+    scripts/sweep_operators.py report --results build/ops.jsonl build/op_errors.jsonl ...
+
+`errors` asks which of the calls that PyTorch refuses are refused here before anything is computed.
 
 Results are appended operator by operator, so an interrupted run continues where it stopped; an
 operator that was begun twice and never finished is reported as a crash. One slice needs one core;
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import logging
 import os
 import signal
 import sys
@@ -28,6 +32,11 @@ sys.path.insert(0, str(ROOT / "tests" / "bridge" / "ops"))
 
 SECONDS_PER_CASE = 60
 GOOD = ("passed", "rounding")
+# Where the difference is not ours.
+REMARKS = {
+    "as_strided_scatter": "PyTorch's own gradient fails torch.autograd.gradcheck",
+    "linalg.svd": "full_matrices leaves the columns beyond the rank free",
+}
 NOT_COUNTED = ("absent", "refused")
 
 
@@ -97,6 +106,47 @@ def run(results: Path, part: str, limit: int | None, patterns: list[str]) -> Non
             write(op=name, state="done")
 
 
+def errors(results: Path, patterns: list[str]) -> None:
+    """Where each call that PyTorch refuses is refused; replaces the file."""
+    from opinfo_cases import error_samples, operators, refused_by
+
+    logging.disable(logging.CRITICAL)  # PyTorch logs every meta kernel that fails
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("w") as file:
+        for name, info in operators().items():
+            if patterns and not any(fnmatch.fnmatch(name, p) for p in patterns):
+                continue
+            for number, wrong in enumerate(error_samples(info)):
+                where = refused_by(info, wrong.sample_input)
+                why = str(wrong.error_regex)[:200]
+                record = {"op": name, "wrong": number, "refused_by": where, "why": why}
+                file.write(json.dumps(record) + "\n")
+
+
+def _wrong_calls(records: list[dict[str, Any]]) -> list[str]:
+    """The section about calls that PyTorch refuses."""
+    wrong = [r for r in records if "wrong" in r]
+    if not wrong:
+        return []
+    where = Counter(r["refused_by"] for r in wrong)
+    accepted: dict[tuple[str, str], int] = Counter(
+        (r["op"], r["why"].replace("\\", "")) for r in wrong if not r["refused_by"]
+    )
+    return [
+        "## Calls that PyTorch refuses",
+        "",
+        f"Of {len(wrong)} wrong calls in OpInfo, {where['capture']} are refused by PyTorch itself "
+        f"while the model is captured and {where['rule']} by a rule or for the lack of one; "
+        f"{where['']} are accepted: what is wrong with them is a value, which a compiled program "
+        "does not look at, an `out=` tensor, or a 64-bit dtype.",
+        "",
+        "| operator | accepted | PyTorch's message |",
+        "|---|--:|---|",
+        *(f"| {op} | {n} | {why.replace('|', '/')} |" for (op, why), n in sorted(accepted.items())),
+        "",
+    ]
+
+
 def _tally(records: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Counter[str]]]:
     """Per operator the counts of each direction's verdicts, and reasons of failures."""
     counts: dict[str, Any] = defaultdict(lambda: {"forward": Counter(), "backward": Counter()})
@@ -130,7 +180,8 @@ def report(paths: list[Path], target: Path) -> None:
 
     from headrace.bridge.ops.registry import rules
 
-    records = _read(paths)
+    everything = _read(paths)
+    records = [r for r in everything if "wrong" not in r]
     counts, reasons = _tally(records)
     most = 1 + max(record.get("sample", 0) for record in records)
     totals = {
@@ -189,9 +240,11 @@ def report(paths: list[Path], target: Path) -> None:
             n for n, _ in reasons[name].most_common() if "refused" not in n and "absent" not in n
         ]
         text = why[0].replace("|", "\\|").replace("\n", " ")[:150] if why else ""
+        text = f"{REMARKS[name]}; {text}" if name in REMARKS else text
         more = f" (+{len(why) - 1} more)" if len(why) > 1 else ""
         lines.append(f"| {name} | {ahead}/{of} | {back}/{back_of} | {text}{more} |")
-    lines += ["", "## What agrees", "", "| operator | forward | backward | |", "|---|--:|--:|---|"]
+    lines += ["", *_wrong_calls(everything)]
+    lines += ["## What agrees", "", "| operator | forward | backward | |", "|---|--:|--:|---|"]
     for name, ahead, of, back, back_of, verdicts in clean:
         note = f"{verdicts['refused']} refused" if verdicts["refused"] else ""
         note = note or ("not run by PyTorch's tracer" if not of else "")
@@ -206,7 +259,7 @@ def report(paths: list[Path], target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("action", choices=("run", "report"))
+    parser.add_argument("action", choices=("run", "errors", "report"))
     parser.add_argument("names", nargs="*", help="operators to run, with * and ?; default: all")
     parser.add_argument("--results", type=Path, nargs="+", required=True)
     parser.add_argument("--slice", default="0/1", help="i/n: the i-th of n parts")
@@ -215,6 +268,8 @@ def main() -> None:
     chosen = parser.parse_intermixed_args()
     if chosen.action == "report":
         report(chosen.results, chosen.output)
+    elif chosen.action == "errors":
+        errors(chosen.results[0], chosen.names)
     else:
         run(chosen.results[0], chosen.slice, chosen.samples or None, chosen.names)
 

@@ -35,7 +35,7 @@ from headrace.errors import CaptureError
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # optional helpers of PyTorch's own tests are not installed
     from torch.testing._internal.common_methods_invocations import op_db
-    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+    from torch.testing._internal.opinfo.core import ErrorInput, OpInfo, SampleInput
 
 # Samples are tiny: compile fast rather than well.
 _FAST_COMPILE = {
@@ -431,6 +431,54 @@ def agrees_in_float64(info: OpInfo, sample: SampleInput, backward: bool) -> bool
             return False
         pair = (grads, our_grads) if backward else (wants, gots)
         return not _compare(*pair, True)
+
+
+def error_samples(info: OpInfo) -> list[ErrorInput]:
+    """Calls that PyTorch refuses on the CPU, by its own list."""
+    if info.error_inputs_func is None:
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        every = list(info.error_inputs("cpu"))
+    return [e for e in every if _eager_refuses(info, e.sample_input)]
+
+
+def _eager_refuses(info: OpInfo, sample: SampleInput) -> bool:
+    try:
+        info.op(sample.input, *sample.args, **sample.kwargs)
+    except Exception:
+        return True
+    return False
+
+
+def refused_by(info: OpInfo, sample: SampleInput) -> str:
+    """Where such a call is refused before anything is computed: "capture", "rule" or "" (nowhere).
+
+    Capture is PyTorch's tracing on tensors without values, a rule sees shapes and dtypes only: what
+    is wrong with values (an index, a probability) cannot be refused.
+    """
+    flat, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+    places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+
+    def call(*leaves: torch.Tensor) -> Any:
+        values = list(flat)
+        for place, leaf in zip(places, leaves, strict=True):
+            values[place] = leaf
+        first, args, kwargs = pytree.tree_unflatten(values, spec)
+        return info.op(first, *args, **kwargs)
+
+    leaves = [flat[i].detach() for i in places]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            graph = make_fx(call, pre_dispatch=True, tracing_mode="fake")(*leaves)
+        except Exception:
+            return "capture"
+        try:
+            jax.eval_shape(lambda v: interpret(graph, v), [tensor_to_jax(x) for x in leaves])
+        except Exception:
+            return "rule"
+    return ""
 
 
 def cases(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opinfo_cases import Verdict, cases, operators, run_case
+from opinfo_cases import Verdict, cases, error_samples, operators, refused_by, run_case
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's own test helpers warn
 
@@ -60,6 +60,14 @@ OPERATORS = [
     "var",
     "where",
 ]
+# What PyTorch refuses by shape or dtype, and its tracing lets through.
+REFUSED_BY_RULES = {
+    "bucketize": [0],
+    "index_add": [0],
+    "masked_scatter": [1],
+    "multinomial": [1, 3, 5],
+    "uniform": [0],
+}
 KNOWN_FAILURES: dict[str, str] = {}
 
 
@@ -85,3 +93,11 @@ def test_operator_agrees_with_torch(name: str) -> None:
                 wrong.append(f"{direction} {dtype} sample {number}: {outcome.reason}")
     assert not wrong, "\n".join(wrong)
     assert compared, "no sample was compared"
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_RULES)
+def test_wrong_call_is_refused_by_the_rule(name: str) -> None:
+    info = operators()[name]
+    wrong = error_samples(info)
+    where = {n: refused_by(info, wrong[n].sample_input) for n in REFUSED_BY_RULES[name]}
+    assert set(where.values()) == {"rule"}, where

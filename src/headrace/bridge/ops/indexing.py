@@ -112,7 +112,9 @@ def aten_masked_fill(self: Array, mask: Array, value: Array | Scalar) -> Array:
 @lowers(aten.masked_scatter.default)
 def aten_masked_scatter(self: Array, mask: Array, source: Array) -> Array:
     """masked_scatter(Tensor self, Tensor mask, Tensor source) -> Tensor"""
-    base, where = jnp.broadcast_arrays(self, mask.astype(jnp.bool_))
+    if mask.dtype != jnp.bool_:
+        raise ValueError(f"a mask of {mask.dtype} was given; masked_scatter needs bool: mask != 0")
+    base, where = jnp.broadcast_arrays(self, mask)
     if source.size == 0:
         return base
     return jnp.where(where, source.ravel()[order_of(where)], base)

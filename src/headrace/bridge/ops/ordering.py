@@ -212,6 +212,11 @@ def aten_bucketize(
     self: Array, boundaries: Array, *, out_int32: bool = False, right: bool = False
 ) -> Array:
     """bucketize.Tensor(Tensor self, Tensor boundaries, *, bool out_int32=False, ...)"""
+    if boundaries.ndim != 1:
+        raise ValueError(
+            f"boundaries of shape {boundaries.shape} were given; bucketize needs one dimension. "
+            "Use torch.searchsorted for a row of boundaries each."
+        )
     return _searched(boundaries, self, _side(right, None), out_int32)
 
 

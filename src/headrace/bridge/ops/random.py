@@ -16,7 +16,7 @@ import torch
 from jax import Array
 
 from headrace.bridge.dtypes import default_float, default_int, to_jax_dtype
-from headrace.bridge.ops.promotion import opmath_of
+from headrace.bridge.ops.promotion import is_float, opmath_of
 from headrace.bridge.ops.registry import lowers
 
 aten = torch.ops.aten
@@ -220,6 +220,8 @@ def aten_normal_functional(
 @lowers(aten.uniform.default, draws=True)
 def aten_uniform(self: Array, from_: float = 0.0, to: float = 1.0, *, key: Array) -> Array:
     """uniform(Tensor self, float from=0.0, float to=1.0, *, Generator? generator=None) -> Tensor"""
+    if from_ > to:
+        raise ValueError(f"uniform from {from_} to {to} was given; it needs from <= to")
     return from_ + (to - from_) * _uniform(key, self.shape, self.dtype)
 
 
@@ -235,6 +237,11 @@ def aten_multinomial(
     self: Array, num_samples: int, replacement: bool = False, *, key: Array
 ) -> Array:
     """multinomial(Tensor self, SymInt num_samples, bool replacement=False, ...) -> Tensor"""
+    if not is_float(self.dtype) or num_samples < 1:
+        raise ValueError(
+            f"multinomial of {num_samples} samples from {self.dtype} weights was given; it needs "
+            "at least one sample and floating-point weights"
+        )
     logits = jnp.log(self.astype(opmath_of(self.dtype)))
     if replacement:
         drawn = jax.random.categorical(key, logits, shape=(num_samples, *self.shape[:-1]))

@@ -194,7 +194,15 @@ def aten_index_add(
     added = added if alpha == 1 else added * jnp.asarray(alpha, self.dtype)
     if self.ndim == 0:
         return self + added.reshape(-1).sum().astype(self.dtype)
-    return _written(self, _along(self, dim, index.reshape(-1)), _like_rows(added, self), "add")
+    added = _like_rows(added, self)
+    axis = dim % self.ndim
+    needed = (*self.shape[:axis], index.size, *self.shape[axis + 1 :])
+    if added.shape != needed:
+        raise ValueError(
+            f"a source of shape {added.shape} was given; index_add along dim {dim} of "
+            f"{self.shape} with {index.size} indices needs {needed}"
+        )
+    return _written(self, _along(self, dim, index.reshape(-1)), added, "add")
 
 
 def _like_rows(source: Array, self: Array) -> Array:
