@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from headrace.bridge.module import JaxModule, to_jax
 from headrace.bridge.passes.head import Head
 from headrace.errors import CaptureError, ConfigError
 from headrace.serve.cache import CacheEntry, cache_entries, shares_across_loop
+from headrace.serve.defaults import GenerationDefaults, end_ids, generation_defaults
 from headrace.serve.lora import LoraTarget, lora_targets
 from headrace.serve.tokenwise import require_tokenwise
 
@@ -36,7 +37,8 @@ class ServedModel:
     """A causal language model ready for the engine.
 
     module gives hidden states [B, S, D] when there is a head, logits otherwise. end_ids: token ids
-    that end an answer. max_positions: what the model was built for, in tokens.
+    that end an answer. max_positions: what the model was built for, in tokens. defaults: what its
+    authors recommend for requests that ask for nothing else.
     """
 
     name: str
@@ -50,7 +52,7 @@ class ServedModel:
     end_ids: tuple[int, ...]
     max_positions: int | None
     tokenizer: Any = None
-    generation_defaults: Mapping[str, Any] | None = None
+    defaults: GenerationDefaults = field(default_factory=lambda: GenerationDefaults(sampling={}))
 
     @property
     def head_params(self) -> dict[str, Array]:
@@ -84,7 +86,7 @@ def load_served_model(
     Raises ConfigError or CaptureError before any weight reaches the device.
     """
     from headrace.evaluate.model import load_tokenizer
-    from headrace.weights.adapter import load_torch_model
+    from headrace.weights.adapter import load_torch_model, take_generation_config
 
     model: Any = load_torch_model(
         name,
@@ -99,6 +101,7 @@ def load_served_model(
             raise ConfigError(f"{name} is an adapter; serve its base with the adapter in a slot")
         model = model.merge_and_unload(safe_merge=True)
     source = tokenizer_from or name
+    take_generation_config(model, Path(source))  # an adapter's own end tokens
     tokenizer = load_tokenizer(source, base=base, trust_remote_code=trust_remote_code)
     served = capture_for_serving(model, tokenizer=tokenizer, name=Path(str(name)).name or str(name))
     model.to("meta")  # the weights live on the device now
@@ -138,6 +141,10 @@ def capture_for_serving(
         log.info("logits are computed for every token of a step: %s", error)
     text: Any = config.get_text_config()
     vocab_size = _vocab_size(model, text)
+    generation = getattr(model, "generation_config", None)
+    defaults = generation_defaults(generation)
+    if defaults.unused:
+        log.warning("generation_config.json: %s not applied", ", ".join(defaults.unused))
     kind = type(model).__name__
     require_tokenwise(module, params, buffers, vocab_size=vocab_size, name=kind)
     return ServedModel(
@@ -149,11 +156,11 @@ def capture_for_serving(
         entries=cache_entries(module.program),
         targets=lora_targets(module.program),
         vocab_size=vocab_size,
-        end_ids=_end_ids(model, tokenizer),
+        end_ids=end_ids(generation, tokenizer),
         max_positions=getattr(text, "max_position_embeddings", None)
         or getattr(text, "n_positions", None),
         tokenizer=tokenizer,
-        generation_defaults=_generation_defaults(model),
+        defaults=defaults,
     )
 
 
@@ -172,19 +179,3 @@ def _capture(model: nn.Module, *, roll: bool) -> JaxModule:
 def _vocab_size(model: Any, config: Any) -> int:
     output = model.get_output_embeddings()
     return int(output.weight.shape[0]) if output is not None else int(config.vocab_size)
-
-
-def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """End tokens of the generation configuration and the tokenizer together."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    listed: list[Any] = list(found) if isinstance(found, (list, tuple)) else [found]
-    listed.append(getattr(tokenizer, "eos_token_id", None))
-    return tuple(sorted({int(each) for each in listed if each is not None}))
-
-
-def _generation_defaults(model: Any) -> dict[str, Any]:
-    """Sampling settings that the model's authors put into generation_config.json."""
-    config = getattr(model, "generation_config", None)
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    given = {n: getattr(config, n, None) for n in names}
-    return {n: v for n, v in given.items() if v is not None}

@@ -70,7 +70,7 @@ def load_torch_model(
         task_of_adapter(adapter) or task or _task_of_config(source, trust_remote_code)
     )
     model = kind.from_pretrained(source, **options, **_label_options(Path(name), adapter))
-    _take_generation_config(model, Path(name))
+    take_generation_config(model, Path(name))
     # In the base's dtype: a float32 copy of a bfloat16 adapter would compute something else.
     peft_model = PeftModel.from_pretrained(model, str(name), autocast_adapter_dtype=False)
     return peft_model.eval()
@@ -102,7 +102,7 @@ _ADAPTER_TASKS = {
 }
 
 
-def _take_generation_config(model: Any, folder: Path) -> None:
+def take_generation_config(model: Any, folder: Path) -> None:
     """What training learned to stop at is saved beside the adapter; PEFT does not read it."""
     if (folder / "generation_config.json").is_file() and model.can_generate():
         from transformers import GenerationConfig

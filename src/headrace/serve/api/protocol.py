@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from headrace.serve.api.errors import ApiError
+from headrace.serve.defaults import GenerationDefaults
 from headrace.serve.params import Grammar, SamplingParams
 
 MAX_PROMPTS = 256
@@ -104,25 +105,27 @@ class GenerationRequest(BaseModel):
 
     def sampling(
         self,
-        defaults: dict[str, Any],
+        defaults: GenerationDefaults,
         *,
         max_tokens: int | None,
         logprobs: int | None,
         prompt_logprobs: int | None = None,
         grammar: Grammar | None = None,
     ) -> SamplingParams:
-        """Settings of the engine; `defaults` come from the model's generation_config.json."""
+        """Settings of the engine. defaults: for what the request leaves open; their stop strings
+        hold beside its own.
+        """
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         names += ("presence_penalty", "frequency_penalty")
         given = {n: v for n in names if (v := getattr(self, n)) is not None}
         return SamplingParams(
-            **{**defaults, **given},
+            **{**defaults.sampling, **given},
             logit_bias=self._bias(),
             seed=self.seed,
             n=1 if self.n is None else self.n,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
-            stop=self.stops(),
+            stop=tuple(dict.fromkeys((*self.stops(), *defaults.stop))),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,

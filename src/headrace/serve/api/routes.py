@@ -117,7 +117,7 @@ async def completions(service: Service[Engine], request: Request) -> Response:
     only_echo = body.echo and body.max_tokens == 0
     limit = 16 if body.max_tokens is None else body.max_tokens
     params = body.sampling(
-        dict(service.engine.model.generation_defaults or {}),
+        service.engine.model.defaults,
         max_tokens=1 if only_echo else limit,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
@@ -298,14 +298,17 @@ async def chat(service: Service[Engine], request: Request) -> Response:
     body.check_stream()
     adapter = service.adapter(body.model)
     grammar = tool_grammar(body)
+    tokenizer = service.engine.model.tokenizer
+    ids = _truncated(chat_prompt(tokenizer, body), body.truncate_prompt_tokens)
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if limit is None and (default := service.engine.model.defaults.max_tokens) is not None:
+        limit = min(default, max(1, service.engine.max_model_len - len(ids)))
     params = body.sampling(
-        dict(service.engine.model.generation_defaults or {}),
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        service.engine.model.defaults,
+        max_tokens=limit,
         logprobs=body.wanted_logprobs(),
         grammar=grammar,
     )
-    tokenizer = service.engine.model.tokenizer
-    ids = _truncated(chat_prompt(tokenizer, body), body.truncate_prompt_tokens)
     listener = Listener(service)
     listener.submit(ids, params, adapter)
     head = {

@@ -257,7 +257,7 @@ def _inside(name: str | Path, recipe: Recipe) -> str | Path:
 def _load_encoder(
     name: str | Path, base: str | Path | None, recipe: Recipe, options: dict[str, Any]
 ) -> nn.Module:
-    from transformers import AutoModel, AutoModelForMaskedLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
     adapter = find_adapter(name)
     source = str(name) if adapter is None else str(base or adapter.base_model_name_or_path)
@@ -268,11 +268,13 @@ def _load_encoder(
     model: Any = AutoModel.from_pretrained(source, **options)
     if adapter is None:
         return model.eval()
-    # An adapter of masked-language training was made around the head: its names begin with the
-    # backbone's own.
+    # An adapter of language modelling was made around the head: its names begin with the backbone's
+    # own.
     headed = _names_begin_with(Path(name) / ADAPTER_WEIGHTS, model.base_model_prefix)
     if headed:
-        model = AutoModelForMaskedLM.from_pretrained(source, **options)
+        causal = adapter.task_type == TaskType.CAUSAL_LM
+        kind = AutoModelForCausalLM if causal else AutoModelForMaskedLM
+        model = kind.from_pretrained(source, **options)
     tuned: Any = PeftModel.from_pretrained(model, str(name), autocast_adapter_dtype=False)
     merged = tuned.merge_and_unload(safe_merge=True)
     return (merged.base_model if headed else merged).eval()
