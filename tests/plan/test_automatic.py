@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
-import jax
 import pytest
 from transformers import LlamaConfig
 
 from headrace.config import TrainConfig, load_config
-from headrace.plan.analytic import memory_by_cause, training_of
+from headrace.plan.analytic import estimate, memory_by_cause, training_of
 from headrace.plan.automatic import Here, automatic_settings, local_candidate
 from headrace.plan.hardware import local_slice, parse_slice
 from headrace.plan.shape import model_shape
@@ -87,19 +88,32 @@ def test_auto_as_a_batch_size_is_the_switch(tmp_path):
     assert config.per_device_train_batch_size == 8
 
 
-def test_a_run_takes_what_was_chosen(tmp_path, monkeypatch):
-    # the analytic model never thinks a step smaller than its program's 48 MB
-    monkeypatch.setattr(Here, "look", lambda: Here(count=len(jax.devices()), memory=1))
+def test_a_run_takes_what_was_chosen_and_is_held_against_the_plan(tmp_path, monkeypatch, capsys):
+    # as if the one device were a v5e chip with next to no memory left
+    here = Here(count=1, memory=1, hardware=parse_slice("v5e-1"))
+    monkeypatch.setattr(Here, "look", lambda: here)
     trainer = Trainer(
         BASE,
         TrainConfig(
-            output_dir=str(tmp_path / "out"), auto_find_batch_size=True, max_steps=1, packing=False,
+            output_dir=str(tmp_path / "out"), auto_find_batch_size=True, max_steps=2, packing=False,
             per_device_train_batch_size=4, max_length=16, compilation_cache_dir=None,
             model_card=False,
         ),
         train_dataset=[{"text": f"call mother at {hour}"} for hour in range(8)],
     )  # fmt: skip
-    trainer.train()
+    output = trainer.train()
     assert trainer.args.per_device_train_batch_size == 1
     assert trainer.args.gradient_accumulation_steps == 4
     assert any("auto_find_batch_size ->" in note for note in trainer.run.notes)
+    said = capsys.readouterr()
+    assert re.search(r"planned .* s a step of the longest rows", said.out + said.err)
+    assert re.search(r"measured .* times the plan", said.out + said.err)
+    log = [json.loads(line) for line in next(tmp_path.rglob("*.jsonl")).read_text().splitlines()]
+    by_event = {entry["event"]: entry for entry in log if "event" in entry}
+    expected = estimate(
+        training_of(trainer.args, model_shape(trainer.run.model.config.to_dict(), "base")),
+        local_candidate(trainer.args, here),
+    )
+    assert by_event["planned"]["step_seconds"] == pytest.approx(expected.seconds)
+    measured = output.metrics["train_step_runtime"] / 2
+    assert by_event["measured"]["step_seconds"] == pytest.approx(measured)

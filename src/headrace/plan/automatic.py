@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.config import TrainConfig
-from headrace.plan.analytic import Training, estimate, memory_by_cause, training_of
+from headrace.errors import ConfigError
+from headrace.plan.analytic import Estimate, Training, estimate, memory_by_cause, training_of
 from headrace.plan.candidate import Candidate, meshes
 from headrace.plan.hardware import Slice, local_slice
 from headrace.plan.shape import model_shape
@@ -97,6 +98,21 @@ def local_candidate(config: TrainConfig, here: Here, *, length: int | None = Non
     )
 
 
+def planned_step(
+    config: TrainConfig, model_config: Mapping[str, Any], here: Here, *, length: int
+) -> Estimate | None:
+    """What the analytic model says of a settled run's step with rows of `length` tokens, to be held
+    against what it takes; None on devices that the planner does not know, or an unknown model.
+    """
+    if here.hardware is None:
+        return None
+    try:
+        shape = model_shape(model_config, config.model_name_or_path or "model")
+    except ConfigError:
+        return None
+    return estimate(training_of(config, shape), local_candidate(config, here, length=length))
+
+
 def _choose(config: TrainConfig, training: Training, here: Here) -> Candidate:
     for tensor in (False, True):
         tried = list(_candidates(config, training, here, tensor=tensor))
@@ -154,4 +170,4 @@ def _fits(training: Training, candidate: Candidate, here: Here) -> bool:
     return sum(memory_by_cause(training, candidate).values()) <= _ROOM * here.memory
 
 
-__all__ = ["Here", "automatic_settings", "local_candidate"]
+__all__ = ["Here", "automatic_settings", "local_candidate", "planned_step"]

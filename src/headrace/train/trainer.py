@@ -30,6 +30,8 @@ from headrace.config import (
     TrainConfig,
 )
 from headrace.errors import ConfigError
+from headrace.plan.analytic import Estimate
+from headrace.plan.automatic import Here, planned_step
 from headrace.train.averaging import averaged
 from headrace.train.callbacks import CallbackLike, Callbacks
 from headrace.train.card import base_name, write_card
@@ -38,6 +40,7 @@ from headrace.train.display import Display, format_seconds
 from headrace.train.evaluation import ComputeMetrics, evaluate
 from headrace.train.hub import push
 from headrace.train.loop import TrainLoop
+from headrace.train.memory import size
 from headrace.train.metrics import JsonLog
 from headrace.train.processes import is_first, start_processes
 from headrace.train.programs import Programs
@@ -180,10 +183,13 @@ class Trainer:
             for line in causes.lines() if causes is not None else ():
                 self._say(f"memory   {line}")
             self._trained = True
+            planned, first = self._planned(log), self.state.global_step
             try:
                 loop.execute()
             finally:
                 self._arrays = loop.arrays
+            if planned is not None:
+                self._hold_against(planned, loop, log, self.state.global_step - first)
             loop.finish()
             self._use_best(loop)
             loop.end()
@@ -339,6 +345,38 @@ class Trainer:
         self._say(
             f"best     {best}: {self.args.metric_for_best_model} {self.state.best_metric:.4g}; used"
         )
+
+    def _planned(self, log: JsonLog) -> Estimate | None:
+        """Say what the planner expects of a step here; None on devices it does not know."""
+        run = self.run
+        found = planned_step(
+            self.args, run.model.config.to_dict(), Here.look(),
+            length=max(shape[2] for shape in run.train_loader.shapes),
+        )  # fmt: skip
+        if found is not None:
+            self._say(
+                f"planned  {found.low:.3g} to {found.high:.3g} s a step of the longest rows, "
+                f"{size(found.hbm_bytes)} a device (analytic, see docs/planning.md)"
+            )
+            log.write(
+                "planned", step=self.state.global_step, step_seconds=found.seconds,
+                step_seconds_low=found.low, step_seconds_high=found.high,
+                hbm_bytes_per_device=found.hbm_bytes, model_flops=found.model_flops,
+            )  # fmt: skip
+        return found
+
+    def _hold_against(self, planned: Estimate, loop: TrainLoop, log: JsonLog, steps: int) -> None:
+        """The plan and what the steps took, side by side."""
+        if steps:
+            measured = loop.step_seconds / steps
+            self._say(
+                f"planned  {planned.seconds:.3g} s a step, measured {measured:.3g} s: "
+                f"{measured / planned.seconds:.2f} times the plan"
+            )
+            log.write(
+                "measured", step=self.state.global_step, step_seconds=measured,
+                planned_step_seconds=planned.seconds,
+            )  # fmt: skip
 
     def _output(self, loop: TrainLoop, log: JsonLog, back: LoadBack) -> TrainOutput:
         assert self._programs is not None
