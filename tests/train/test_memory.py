@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
+import pytest
 import tiny
 
 from headrace import SFTConfig, SFTTrainer
-from headrace.train.memory import MemoryCauses, local_bytes
+from headrace.train.memory import MemoryCauses, local_bytes, peak_memory
 
 
 def test_causes_are_the_arrays_of_the_run_and_the_compilers_sum(tmp_path: Path) -> None:
@@ -50,3 +53,10 @@ def test_local_bytes_of_numpy_like_trees() -> None:
     import jax.numpy as jnp
 
     assert local_bytes({"a": jnp.zeros((3, 4), jnp.bfloat16), "b": [jnp.zeros(2)]}) == 24 + 8
+
+
+def test_peak_memory_is_the_devices_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(peak_memory()) == ["process_peak_bytes"]
+    stats = {"bytes_in_use": 5, "peak_bytes_in_use": 7 * 2**30}
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    assert peak_memory() == {"device_peak_bytes": 7 * 2**30}

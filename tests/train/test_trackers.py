@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,3 +49,24 @@ def test_run_tracker_gets_config_and_numbers(
     assert calls[1] == ("log", {"train/loss": 1.5, "eval/loss": 2.5, "train/global_step": 4})
     assert calls[2] == ("finish",)
     assert make_trackers(SFTConfig()) == []
+
+
+@pytest.mark.filterwarnings("ignore")  # of its own
+def test_trackio_keeps_a_run_in_its_local_database(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    config = SFTConfig(report_to=["trackio"], output_dir=str(tmp_path / "my-run"))
+    (tracker,) = make_trackers(config)
+    for step in (0, 4):
+        state: Any = SimpleNamespace(global_step=step)
+        if step == 0:
+            tracker.on_train_begin(config, state, None)
+        tracker.on_log(config, state, None, logs={"loss": 1.5, "eval_loss": 2.5})
+    tracker.on_train_end(config, state, None)
+    with sqlite3.connect(tmp_path / "trackio" / "headrace.db") as found:
+        rows = found.execute("select run_name, metrics from metrics").fetchall()
+    assert [name for name, _ in rows] == ["my-run", "my-run"]
+    assert json.loads(rows[1][1]) == {
+        "train/loss": 1.5, "eval/loss": 2.5, "train/global_step": 4,
+    }  # fmt: skip

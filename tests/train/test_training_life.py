@@ -96,6 +96,7 @@ def test_the_log_holds_samples_and_the_time_to_the_first_step(lived: SFTTrainer)
     lines = [json.loads(line) for line in (out(lived) / "log.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["event"] == "train"]
     assert all(line["first_step_seconds"] > 0 for line in trained)
+    assert all(line["process_peak_bytes"] > 2**26 for line in trained), "a CPU keeps no account"
     assert len({line["first_step_seconds"] for line in trained}) == 1
     samples = [line for line in lines if line["event"] == "samples"]
     assert samples[0]["step"] == 0, "before training too"

@@ -31,6 +31,10 @@ def describe(logs: Mapping[str, float]) -> str:
     if "rewards/margins" in logs:
         parts.append(f"margin {logs['rewards/margins']:.3g}")
     parts.append(f"{logs['tokens_per_second']:,.0f} tok/s")
+    parts.append(f"{logs['step_seconds']:.3g} s/step")
+    for name, short in (("device_peak_bytes", "mem"), ("process_peak_bytes", "process")):
+        if name in logs:
+            parts.append(f"{short} {logs[name] / 2**30:.1f} GiB")
     if "mfu" in logs:
         parts.append(f"mfu {logs['mfu']:.1%}")
     parts.append(f"left {format_seconds(logs['eta_seconds'])}")

@@ -26,6 +26,7 @@ from headrace.train.checkpoint import Restored, list_checkpoints, rotate, save_c
 from headrace.train.display import Display
 from headrace.train.flops import utilisation
 from headrace.train.interrupt import Interrupt
+from headrace.train.memory import peak_memory
 from headrace.train.metrics import JsonLog, LateMetrics, StepRecord, TrainClock, Window
 from headrace.train.processes import is_first, stop_is_due
 from headrace.train.programs import Programs
@@ -239,6 +240,7 @@ class TrainLoop:
         logs = self._window.close(steps_left=self.run.total_steps - at)
         logs["epoch"] = self.state.epoch
         logs["first_step_seconds"] = self.first_step_seconds or 0.0
+        logs |= peak_memory()
         share = utilisation(self.run, logs["tokens_per_second"])
         if share is not None:
             logs["mfu"] = share

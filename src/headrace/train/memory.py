@@ -10,6 +10,8 @@ Knows: arrays, MemoryUse. Does not know: devices' limits, how a step is compiled
 from __future__ import annotations
 
 import math
+import resource
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +78,17 @@ class MemoryCauses:
         )
         found.sort(key=lambda item: -item[0])
         return [f"{text}: about {size(saved)} less" for saved, text in found[:3]]
+
+
+def peak_memory() -> dict[str, float]:
+    """The most bytes in use so far: of the first device, or of this process where devices do not
+    say (a CPU), under a name that says which.
+    """
+    stats: Any = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return {"device_peak_bytes": float(stats["peak_bytes_in_use"])}
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    return {"process_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}
 
 
 def memory_causes(state: TrainState, frozen: Params, batch: Any, memory: MemoryUse) -> MemoryCauses:
