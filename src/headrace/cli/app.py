@@ -22,6 +22,7 @@ from headrace.cli import (
     doctor,
     evaluate,
     generate,
+    launch,
     memory,
     merge,
     plan,
@@ -72,6 +73,7 @@ app.command("eval", context_settings=ANY_FIELD)(evaluate.evaluate)
 app.command("merge")(merge.merge)
 app.command("shard")(shard.shard)
 app.command("memory", context_settings=ANY_FIELD)(memory.memory)
+app.command("launch", context_settings=ANY_FIELD)(launch.launch)
 app.command("serve")(serve.serve)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)

@@ -1,7 +1,8 @@
 """Several processes that train one run: how they find each other, who writes, how they stop.
 
 A launcher starts one process a host. Cloud TPU slices, SLURM, Open MPI and Kubernetes are detected
-by JAX; anything else sets three variables:
+by JAX (on Cloud TPU machines without a launcher set HEADRACE_PROCESSES=auto); anything else sets
+three variables:
 
     JAX_COORDINATOR_ADDRESS=host0:8476 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 headrace train ...
 
@@ -66,6 +67,8 @@ def start_processes() -> bool:
 
 
 def _detected() -> bool:
+    if os.environ.get("HEADRACE_PROCESSES") == "auto":
+        return True  # a launcher knows that there are several, and JAX finds out which
     if any(int(os.environ.get(name) or 1) > 1 for name in _COUNTS):
         return True
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
