@@ -49,6 +49,15 @@ def plan(
     style: Annotated[str, typer.Option("--format", help="text or json.")] = "text",
     html: Annotated[str | None, typer.Option(help="Also write a page with pictures here.")] = None,
     picture: Annotated[str | None, typer.Option(help="PNG of time against money.")] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Plan serving the model instead of training it.")
+    ] = False,
+    tensor: Annotated[
+        int | None, typer.Option(help="With --serve: chips that share one copy.", min=1)
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="With --serve: mean prompt.", min=1)] = 1024,
+    answer_tokens: Annotated[int, typer.Option(help="With --serve: mean answer.", min=1)] = 256,
+    streams: Annotated[int, typer.Option(help="With --serve: answers at once.", min=1)] = 64,
 ) -> int:
     """Plan a run: headrace plan config.yaml --slice v5p-8
 
@@ -63,9 +72,14 @@ def plan(
     names = _slices(slice_name, resolved.config)
     if not names and not search:
         raise ConfigError("no slice: give --slice v5p-8 (or several), plan.slice, or --search.")
+    if serve and (search or not names or html or picture):
+        raise ConfigError("--serve plans the slices of --slice, as text or JSON; no search, page.")
     console = _console(style)
     for note in resolved.notes:
         console.print(f"note: {note}", style="yellow", markup=False)
+    if serve:
+        traffic = {"prompt": prompt_tokens, "answer": answer_tokens, "streams": streams}
+        return _serving(resolved.config, names, console, style, traffic, tensor, prices)
     measured = _measured(resolved.config, console)
     if search:
         limits = {
@@ -96,6 +110,35 @@ def plan(
         _print_json(plans[0].as_json() if len(plans) == 1 else [p.as_json() for p in plans])
     _write_pictures(plans, html, picture)
     return 0 if all(p.fits for p in plans) else EXIT_DOES_NOT_FIT
+
+
+def _serving(
+    config: TrainConfig,
+    names: list[str],
+    console: Console,
+    style: str,
+    traffic: dict[str, int],
+    tensor: int | None,
+    prices: str | None,
+) -> int:
+    from headrace.plan.report import show_serving
+    from headrace.plan.serving import Traffic, serving_plan
+
+    longest = max(config.max_length or 4096, traffic["prompt"] + traffic["answer"])
+    asked = Traffic(**traffic, longest=longest)
+    quantization = config.quantization
+    plans = [
+        serving_plan(
+            config, name, traffic=asked, tensor=tensor, quantization=quantization, prices=prices
+        )
+        for name in names
+    ]
+    if style == "json":
+        _print_json(plans[0].as_json() if len(plans) == 1 else [p.as_json() for p in plans])
+    else:
+        for plan in plans:
+            show_serving(plan, console)
+    return 0 if all(plan.fits for plan in plans) else EXIT_DOES_NOT_FIT
 
 
 def _check_words(style: str, objective: str) -> None:

@@ -8,6 +8,7 @@ program.py   the run's own step, lowered        topology.py  devices that nobody
 compiled.py  compiled: memory by cause, time    hlo.py, loops.py, replay.py  reading a schedule
 compiler.py, worker.py, cache.py                processes that compile, reports kept on disk
 planner.py   plans                              search.py, advice.py  better ones
+automatic.py what a run leaves open             serving.py   answers instead of training
 report.py, page.py, pictures.py                 how they are shown
 """
 

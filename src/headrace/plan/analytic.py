@@ -17,7 +17,7 @@ from headrace.plan.candidate import Candidate
 from headrace.plan.shape import LayerKind, ModelShape
 
 GB = 1e9
-_ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LOSS_CHUNK_BYTES = 2**26  # float32 logits of a chunk, kernels/linear_cross_entropy.py
 
 
@@ -35,7 +35,7 @@ class Rates:
     spread: float
 
 
-_RATES: Mapping[str, Rates] = {
+RATES: Mapping[str, Rates] = {
     "v4": Rates(matmul=0.75, attention=0.45, hbm=0.85, links=0.9, spread=1.3),
     "v5e": Rates(matmul=0.75, attention=0.45, hbm=0.85, links=0.9, spread=1.3),
     "v5p": Rates(matmul=0.75, attention=0.45, hbm=0.85, links=0.9, spread=1.3),
@@ -102,8 +102,8 @@ def training_of(config: TrainConfig, shape: ModelShape) -> Training:
         trained=adapter + head if config.use_peft else shape.size + head,
         frozen=shape.size if config.use_peft else 0,
         adapter=adapter,
-        item=_ITEM.get(dtype, 4),
-        stored=_stored_bytes(config.quantization, shape, _ITEM.get(dtype, 4)),
+        item=ITEM_BYTES.get(dtype, 4),
+        stored=_stored_bytes(config.quantization, shape, ITEM_BYTES.get(dtype, 4)),
         optimizer_bytes=_OPTIMIZER_BYTES[config.optim],
     )
 
@@ -129,7 +129,7 @@ def estimate(
     exposed = parts.get("links: activations", 0.0)
     seen = _SEEN.get(candidate.flags, 0.1)
     seconds = max(compute, gathers) + seen * min(compute, gathers) + exposed
-    rates = _RATES[candidate.hardware.chip.name]
+    rates = RATES[candidate.hardware.chip.name]
     return Estimate(
         memory=memory_by_cause(training, candidate),
         seconds=seconds,
@@ -280,7 +280,7 @@ _PASSES = {"none": 0.0, "dots": 0.25, "attention": 0.85, "offload": 0.85, "full"
 def _times(training: Training, candidate: Candidate, supervised_share: float) -> dict[str, float]:
     """Seconds of a step on each kind of work, on one device."""
     shape, chip = training.shape, candidate.hardware.chip
-    rates = _RATES[chip.name]
+    rates = RATES[chip.name]
     tensor = candidate.axis("tensor")
     tokens = candidate.device_tokens * candidate.accumulation
     again = _PASSES[candidate.remat]
@@ -330,7 +330,7 @@ def _streamed(training: Training, candidate: Candidate) -> float:
 
 def _link_times(training: Training, candidate: Candidate) -> dict[str, float]:
     hardware, chip = candidate.hardware, candidate.hardware.chip
-    rate = chip.link_bandwidth * hardware.usable_links * _RATES[chip.name].links
+    rate = chip.link_bandwidth * hardware.usable_links * RATES[chip.name].links
     found: dict[str, float] = {}
     fsdp, data, tensor = (candidate.axis(name) for name in ("fsdp", "data", "tensor"))
     weights = training.stored / tensor

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from headrace.plan.planner import Plan
 from headrace.plan.search import Found
+from headrace.plan.serving import PUBLISHED, ServingPlan
 
 GIB = 2**30
 _BAR = 26
@@ -227,4 +228,56 @@ def _row(plan: Plan, is_pareto: bool) -> Sequence[str]:
         unknown(plan.usd(), "{:,.2f}"),
         unknown(plan.usd_per_million(), "{:.3f}"),
         compiled,
+    )
+
+
+def show_serving(plan: ServingPlan, console: Console) -> None:
+    """A serving plan: memory of a device, then a row for each number of streams."""
+    copies = f", {plan.replicas} copies" if plan.replicas > 1 else ""
+    traffic = plan.traffic
+    console.print(
+        f"\nServing {plan.shape.name} on {plan.hardware.name}: tensor {plan.tensor}{copies}; "
+        f"{traffic.prompt:,} tokens in, {traffic.answer:,} out",
+        style="bold",
+        markup=False,
+    )
+    console.print("  NOT COMPILED, analytic model: what the chips could do", markup=False)
+    limit = plan.hardware.chip.hbm_bytes
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    console.print(
+        f"\nMemory of a device: {limit / GIB:.2f} GiB, {verdict}: {plan.cache_tokens:,} tokens of "
+        f"cache, {plan.most_streams:,} streams a copy",
+        style="bold" if plan.fits else "bold red",
+        markup=False,
+    )
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, size in plan.memory.items():
+        table.add_row(f"  {name}", f"{size / GIB:8.2f} GiB", _bar(size / limit))
+    console.print(table)
+    if not plan.cache_tokens:
+        return
+    low, high = PUBLISHED
+    table = Table(box=None, pad_edge=False)
+    for name in (
+        "  streams a copy",
+        "first token",
+        "a token",
+        "tokens/s",
+        "$/M tokens",
+        "bound by",
+    ):
+        table.add_column(name, justify="right")
+    for each in plan.loads():
+        usd = plan.usd_per_million(each)
+        table.add_row(
+            f"{each.streams}", in_seconds(each.first), in_seconds(each.token),
+            f"{each.tokens_per_second:,.0f}", unknown(usd, "{:.2f}"), each.bound,
+        )  # fmt: skip
+    console.print("\nAt best, whole slice:", style="bold")
+    console.print(table)
+    console.print(
+        f"  Measured servers took {low:g} to {high:g} times as long a token "
+        "(docs/planning.md). No queue counted.",
+        style="dim",
+        markup=False,
     )

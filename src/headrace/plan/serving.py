@@ -1,0 +1,271 @@
+"""What serving a model on a slice needs, how fast it can answer and what a million tokens cost.
+
+Analytic only, and marked so: a decode step reads every weight and all keys and values of the
+running sequences once, computes on them, and sums activations over the chips of one replica; a
+prompt is matrix products and attention. Engines reach a part of that: `PUBLISHED` says how much
+longer measured servers took, and ranges carry it.
+
+Knows: model shapes, chips. Does not know: engines, requests' arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.config import TrainConfig
+from headrace.errors import ConfigError
+from headrace.plan.analytic import ITEM_BYTES, RATES
+from headrace.plan.hardware import Slice, parse_slice
+from headrace.plan.prices import Price, read_prices, slice_price
+from headrace.plan.shape import LayerKind, ModelShape, model_shape, read_model_config
+
+PUBLISHED = (1.15, 2.8)  # measured over modelled time a token, see docs/planning.md
+_SUM_SECONDS = 5e-6  # assumed: least time of one all-reduce between neighbours
+_WORKSPACE = 0.08  # assumed: share of the memory for programs, activations, logits
+_STREAMS = (1, 8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Mean tokens of a prompt and of an answer; the longest sequence; streams at once."""
+
+    prompt: int = 1024
+    answer: int = 256
+    longest: int = 4096
+    streams: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """One number of streams on one replica. Seconds are modelled bests; tokens a second are of all
+    replicas; `first` is the time to a first token without a queue."""
+
+    streams: int
+    step: float
+    token: float
+    first: float
+    tokens_per_second: float
+    bound: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPlan:
+    """tensor: chips that share one copy of the model; replicas: copies on the slice."""
+
+    shape: ModelShape
+    hardware: Slice
+    traffic: Traffic
+    price: Price
+    tensor: int
+    item: int
+
+    @property
+    def replicas(self) -> int:
+        return self.hardware.num_devices // self.tensor
+
+    @property
+    def weights(self) -> int:
+        """Bytes of weights on one device."""
+        return int(self.shape.size * self.item / self.tensor)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of one token on one device, nothing dropped by windows."""
+        return sum(k.count * _kv_values(k, self.tensor) for k in self.shape.layers) * self.item
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache of one replica holds; 0 when the weights leave no room."""
+        room = (1 - _WORKSPACE) * self.hardware.chip.hbm_bytes - self.weights
+        return max(0, int(room // max(self.token_bytes, 1)))
+
+    @property
+    def most_streams(self) -> int:
+        """Sequences of mean length that one replica holds at once."""
+        return self.cache_tokens // (self.traffic.prompt + self.traffic.answer)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the longest sequence, and the wanted streams of mean length, have room."""
+        wanted = -(-self.traffic.streams // self.replicas)
+        return self.cache_tokens >= self.traffic.longest and self.most_streams >= wanted
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes of one device."""
+        limit = self.hardware.chip.hbm_bytes
+        return {
+            "weights": self.weights,
+            "keys and values": self.cache_tokens * self.token_bytes,
+            "programs and workspace": int(_WORKSPACE * limit),
+        }
+
+    def load(self, streams: int) -> Load:
+        """The modelled best of one replica with so many streams, prompts among them."""
+        traffic, chip = self.traffic, self.hardware.chip
+        rates = RATES[chip.name]
+        context = traffic.prompt + traffic.answer / 2
+        read = sum(k.count * _weights_read(k, streams) for k in self.shape.layers)
+        read += self.shape.embedding  # the head
+        read = read * self.item / self.tensor
+        read += streams * sum(
+            k.count * _kv_values(k, self.tensor) * min(context, k.window or context) * self.item
+            for k in self.shape.layers
+        )
+        memory = read / (chip.hbm_bandwidth * rates.hbm)
+        flops = chip.flops * rates.matmul * (1.0 if self.item <= 2 else 0.35)
+        compute = 2.0 * streams * self._active / self.tensor / flops
+        links = self._sums(streams)
+        step = max(memory, compute) + links
+        prompt = self._prompt_seconds(flops)
+        token = step + streams * prompt / traffic.answer
+        return Load(
+            streams=streams,
+            step=step,
+            token=token,
+            first=prompt + step,
+            tokens_per_second=streams / token * self.replicas,
+            bound=max(
+                {"HBM": memory, "compute": compute, "links": links}.items(), key=lambda x: x[1]
+            )[0],
+        )
+
+    def loads(self) -> list[Load]:
+        """From one stream to what fits."""
+        most = max(1, self.most_streams)
+        sizes = sorted({s for s in _STREAMS if s <= most} | {min(most, _STREAMS[-1])})
+        return [self.load(s) for s in sizes]
+
+    def usd_per_million(self, load: Load) -> float | None:
+        """Dollars for a million output tokens, at the modelled best."""
+        if self.price.on_demand is None:
+            return None
+        return self.price.on_demand / (load.tokens_per_second * 3600) * 1e6
+
+    @property
+    def _active(self) -> float:
+        """Parameters that one token is multiplied with."""
+        return sum(k.count * k.used for k in self.shape.layers) + self.shape.embedding
+
+    def _sums(self, tokens: int) -> float:
+        """Two all-reduces a layer."""
+        if self.tensor == 1:
+            return 0.0
+        share = 2 * (self.tensor - 1) / self.tensor
+        moved = tokens * self.shape.hidden * self.item * share
+        chip = self.hardware.chip
+        rate = chip.link_bandwidth * self.hardware.usable_links * RATES[chip.name].links
+        return 2 * self.shape.num_layers * (_SUM_SECONDS + moved / rate)
+
+    def _prompt_seconds(self, flops: float) -> float:
+        traffic, chip = self.traffic, self.hardware.chip
+        attention = sum(
+            k.count * 4.0 * traffic.prompt * min(traffic.prompt / 2, k.window or traffic.prompt)
+            * k.heads * k.head_size
+            for k in self.shape.layers
+        )  # fmt: skip
+        products = 2.0 * traffic.prompt * self._active / flops
+        scores = attention / (chip.flops * RATES[chip.name].attention)
+        read = self.weights / (chip.hbm_bandwidth * RATES[chip.name].hbm)
+        return max((products + scores) / self.tensor, read) + self._sums(traffic.prompt)
+
+    def as_json(self) -> dict[str, Any]:
+        """Every number of the plan, with plain names."""
+        low, high = PUBLISHED
+        return {
+            "slice": self.hardware.name,
+            "model": self.shape.name,
+            "compiled": False,
+            "fits": self.fits,
+            "tensor_parallel_size": self.tensor,
+            "replicas": self.replicas,
+            "hbm_bytes_per_device": dict(self.memory),
+            "kv_bytes_per_token_per_device": self.token_bytes,
+            "cache_tokens": self.cache_tokens,
+            "streams_that_fit": self.most_streams,
+            "loads": [
+                {
+                    "streams": each.streams,
+                    "first_token_seconds": each.first,
+                    "seconds_per_token": each.token,
+                    "seconds_per_token_range": [low * each.token, high * each.token],
+                    "tokens_per_second": each.tokens_per_second,
+                    "bound": each.bound,
+                    "usd_per_million_tokens": self.usd_per_million(each),
+                }
+                for each in self.loads()
+            ],
+            "usd_per_hour": self.price.on_demand,
+        }
+
+
+def serving_plan(
+    config: TrainConfig,
+    slice_name: str,
+    *,
+    traffic: Traffic = Traffic(),
+    tensor: int | None = None,
+    quantization: str | None = None,
+    prices: str | None = None,
+) -> ServingPlan:
+    """The plan of a model folder or hub model on a slice; reads config.json only.
+
+    tensor: chips that share one copy; by default the fewest that hold the weights and the wanted
+    streams, the other chips hold further copies. quantization: int8 stores weights, keys and
+    values in one byte. Raises ConfigError for sizes that do not divide.
+    """
+    if config.model_name_or_path is None:
+        raise ConfigError("no model: set model_name_or_path to a folder with a config.json.")
+    if quantization not in (None, "int8"):
+        raise ConfigError(f"quantization {quantization!r} cannot be planned; needs int8 or nothing")
+    shape = model_shape(
+        read_model_config(config.model_name_or_path, config.model_revision),
+        config.model_name_or_path,
+    )
+    if not shape.causal:
+        raise ConfigError(f"{shape.name} is an encoder; a serving plan is for models that write.")
+    hardware = parse_slice(slice_name)
+    item = 1 if quantization else ITEM_BYTES.get(
+        shape.dtype if config.dtype == "auto" else config.dtype, 2
+    )  # fmt: skip
+    price = slice_price(hardware, read_prices(prices))
+
+    def of(size: int) -> ServingPlan:
+        return ServingPlan(
+            shape=shape, hardware=hardware, traffic=traffic, price=price, tensor=size, item=item
+        )
+
+    heads = [kind.heads for kind in shape.layers]
+    sizes = [
+        n
+        for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+        if hardware.num_devices % n == 0 and all(h % n == 0 for h in heads)
+    ]
+    if tensor is not None and tensor not in sizes:
+        raise ConfigError(
+            f"tensor {tensor} does not divide {hardware.num_devices} devices and "
+            f"{min(heads)} heads; possible: {', '.join(map(str, sizes))}"
+        )
+    if tensor is not None:
+        return of(tensor)
+    return next((plan for plan in map(of, sizes) if plan.fits), of(sizes[-1]))
+
+
+def _kv_values(kind: LayerKind, tensor: int) -> int:
+    """Keys and values of one token in one layer on one device; heads are copied, never split."""
+    return 2 * kind.head_size * -(-kind.kv_heads // tensor)
+
+
+def _weights_read(kind: LayerKind, tokens: int) -> float:
+    """Parameters of one layer that a step of so many tokens reads: of experts, those expected."""
+    return sum(
+        m.inputs * m.outputs * m.copies * (1 - (1 - m.used / m.copies) ** tokens)
+        if m.copies > m.used
+        else m.size
+        for m in kind.matrices
+    )
+
+
+__all__ = ["PUBLISHED", "Load", "ServingPlan", "Traffic", "serving_plan"]
