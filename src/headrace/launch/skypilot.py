@@ -1,7 +1,7 @@
 """A SkyPilot task: machine, recipe, bucket, set-up and the run.
 
 `sky jobs launch` replaces machines that are lost; the run goes on from its last checkpoint. For
-gated models `sky jobs launch --secret HF_TOKEN` hands over the variable of the machine it is started on.
+gated models `sky jobs launch --secret HF_TOKEN` hands over the variable of this machine.
 """
 
 from __future__ import annotations
