@@ -25,8 +25,8 @@ from headrace.kernels.quantized import quantize
 from headrace.sharding import MeshConfig, make_mesh, make_partition, param_shardings, plan_params
 from headrace.sharding.place import put_batch
 from headrace.train.losses import ClassificationLoss, causal_loss
-from headrace.train.quantization import quantizations, quantized_weight
 from headrace.weights import load_stored, open_stream
+from headrace.weights.quantization import quantizations, quantized_weight
 
 DECODER: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

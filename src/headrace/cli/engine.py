@@ -24,6 +24,9 @@ MAX_MODEL_LEN: Any = typer.Option(
     "--max-model-len", help="Most tokens of prompt and answer.", show_default="the model's"
 )
 TRUST: Any = typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+QUANTIZATION: Any = typer.Option(
+    "--quantization", help="int8, int4 or nf4 for linear layers.", show_default="as stored"
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

@@ -63,6 +63,7 @@ def serve(
     merge: Annotated[bool, shared.MERGE] = False,
     base: Annotated[str | None, shared.BASE] = None,
     dtype: Annotated[str, shared.DTYPE] = "auto",
+    quantization: Annotated[str | None, shared.QUANTIZATION] = None,
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", help="Time for running answers after SIGTERM.")
     ] = 30.0,
@@ -127,6 +128,7 @@ def serve(
             "--cache-tokens": cache_tokens,
             "--max-loras": max_loras,
             "--speculative-tokens": speculative_tokens,
+            "--quantization": quantization,
         }
         unused = [name for name, value in given.items() if value]
         if unused:
@@ -150,6 +152,7 @@ def serve(
             "speculative_tokens": speculative_tokens,
             "prefix_caching": prefix_caching,
             "merge": merge,
+            "quantization": quantization,
         },
     )
     default = running.adapters.names[0] if own is not None else None

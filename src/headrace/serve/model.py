@@ -21,10 +21,12 @@ from torch import nn
 from headrace.bridge.module import JaxModule, to_jax
 from headrace.bridge.passes.head import Head
 from headrace.errors import CaptureError, ConfigError
+from headrace.kernels.quantized import quantize
 from headrace.serve.cache import CacheEntry, cache_entries, shares_across_loop
 from headrace.serve.defaults import GenerationDefaults, end_ids, generation_defaults
 from headrace.serve.lora import LoraTarget, lora_targets
 from headrace.serve.tokenwise import require_tokenwise
+from headrace.weights.quantization import quantizations
 
 log = logging.getLogger(__name__)
 Array = jax.Array
@@ -44,7 +46,7 @@ class ServedModel:
     name: str
     module: JaxModule
     head: Head | None
-    params: dict[str, Array]
+    params: dict[str, Any]
     buffers: dict[str, Array]
     entries: Mapping[fx.Node, CacheEntry]
     targets: Mapping[fx.Node, LoraTarget]
@@ -65,7 +67,7 @@ class ServedModel:
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights on the device."""
-        return sum(int(x.nbytes) for x in [*self.params.values(), *self.buffers.values()])
+        return sum(int(x.nbytes) for x in jax.tree.leaves((self.params, self.buffers)))
 
 
 def load_served_model(
@@ -77,6 +79,7 @@ def load_served_model(
     revision: str = "main",
     trust_remote_code: bool = False,
     tokenizer_from: str | Path | None = None,
+    quantization: str | None = None,
 ) -> ServedModel:
     """Load and capture a model folder, hub id, or an adapter folder's base.
 
@@ -103,18 +106,26 @@ def load_served_model(
     source = tokenizer_from or name
     take_generation_config(model, Path(source))  # an adapter's own end tokens
     tokenizer = load_tokenizer(source, base=base, trust_remote_code=trust_remote_code)
-    served = capture_for_serving(model, tokenizer=tokenizer, name=Path(str(name)).name or str(name))
+    title = Path(str(name)).name or str(name)
+    served = capture_for_serving(model, tokenizer=tokenizer, name=title, quantization=quantization)
     model.to("meta")  # the weights live on the device now
     return served
 
 
 def capture_for_serving(
-    model: nn.Module, *, tokenizer: Any = None, name: str = "model", roll: bool | None = None
+    model: nn.Module,
+    *,
+    tokenizer: Any = None,
+    name: str = "model",
+    roll: bool | None = None,
+    quantization: str | None = None,
 ) -> ServedModel:
     """Capture a loaded causal model; copies its weights.
 
     roll: run repeated layers as loops: quick to compile; None does so where the compiler reads a
     layer's weights in place (TPU, GPU) and unrolls on CPU, where each slice would be copied.
+    quantization: int8, int4 or nf4 for the weights of linear layers and experts; embeddings and
+    the head stay as they are.
     """
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
@@ -122,6 +133,7 @@ def capture_for_serving(
             f"{type(model).__name__} is an encoder-decoder; the engine serves decoders. "
             "`headrace eval` answers with it"
         )
+    model.requires_grad_(False)
     roll = jax.default_backend() != "cpu" if roll is None else roll
     module = _capture(model, roll=roll)
     if roll and shares_across_loop(module.program):
@@ -147,6 +159,8 @@ def capture_for_serving(
         log.warning("generation_config.json: %s not applied", ", ".join(defaults.unused))
     kind = type(model).__name__
     require_tokenwise(module, params, buffers, vocab_size=vocab_size, name=kind)
+    if quantization is not None:
+        params = _quantized(module, params, head, quantization)
     return ServedModel(
         name=name,
         module=module,
@@ -174,6 +188,19 @@ def _capture(model: nn.Module, *, roll: bool) -> JaxModule:
             f"{type(model).__name__} takes no position_ids, which serving needs to place the "
             f"tokens of several requests in one batch ({error})"
         ) from error
+
+
+def _quantized(
+    module: JaxModule, params: Mapping[str, Array], head: Head | None, format_name: str
+) -> dict[str, Any]:
+    """The weights with those of linear layers as codes and scales; one in both forms at a time."""
+    chosen = quantizations(module, format_name)
+    kept = {head.weight_key, head.bias_key} if head is not None else set[str | None]()
+    store = jax.jit(quantize, static_argnums=1)
+    return {
+        key: store(value, chosen[key]) if key in chosen and key not in kept else value
+        for key, value in params.items()
+    }
 
 
 def _vocab_size(model: Any, config: Any) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from headrace.errors import ConfigError
+from headrace.kernels.quantized import FORMATS
 from headrace.serve.cache import CacheEntry
 from headrace.serve.model import (
     DEFAULT_MAX_MODEL_LEN,
@@ -38,7 +39,8 @@ class EngineOptions:
     what max_num_seqs sequences of full length need, as far as memory goes. max_queue: sequences
     that may wait; more are refused. prefix_caching: reuse equal beginnings. max_loras: adapter
     slots, max_lora_rank: their largest rank. speculative_tokens: guesses a step from the text so
-    far, 0 is off. merge: fold an adapter into its base. dtype: of weights, "auto" is the files'.
+    far, 0 is off. merge: fold an adapter into its base. quantization: int8,
+    int4 or nf4 stores the weights of linear layers so. dtype: of weights, "auto" is the files'.
     roll: run repeated layers as loops; None chooses by platform. compilation_cache: a folder where
     compiled programs are kept for the next start, None leaves JAX's own setting.
     """
@@ -54,6 +56,7 @@ class EngineOptions:
     max_lora_rank: int = 32
     speculative_tokens: int = 0
     merge: bool = False
+    quantization: str | None = None
     base: str | None = None
     dtype: str = "auto"
     revision: str = "main"
@@ -79,6 +82,9 @@ class EngineOptions:
         ]
         if self.speculative_tokens > 15:
             problems.append(f"speculative_tokens is {self.speculative_tokens}; it is at most 15")
+        if self.quantization not in (None, *FORMATS):
+            known = ", ".join(FORMATS)
+            problems.append(f"quantization is {self.quantization!r}; it is {known} or nothing")
         if self.merge and self.max_loras:
             problems.append("merge folds the adapter into the base; max_loras keeps them apart")
         if problems:
@@ -97,7 +103,9 @@ def open_model(
     if isinstance(model, ServedModel):
         return model, {}
     if not isinstance(model, (str, Path)):
-        return capture_for_serving(model, name=type(model).__name__, roll=options.roll), {}
+        name, quantization = type(model).__name__, options.quantization
+        served = capture_for_serving(model, name=name, roll=options.roll, quantization=quantization)
+        return served, {}
     adapter = find_adapter(model)
     if options.merge and adapter is None:
         raise ConfigError(f"{model} is no adapter, so there is nothing to merge")
@@ -116,6 +124,7 @@ def open_model(
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
         tokenizer_from=model,
+        quantization=options.quantization,
     )
     return served, own
 

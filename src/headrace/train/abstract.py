@@ -18,8 +18,8 @@ from headrace.bridge.module import JaxModule
 from headrace.sharding import MeshConfig, ParamPlan, abstract_params, batch_spec, plan_params
 from headrace.sharding.place import like_params
 from headrace.train.optimizers import Optimizer
-from headrace.train.quantization import quantizations, quantized_weight
 from headrace.train.state import TrainState
+from headrace.weights.quantization import quantizations, quantized_weight
 
 Shape: Any = jax.ShapeDtypeStruct
 

@@ -25,14 +25,14 @@ from headrace.sharding import MeshConfig, ParamPlan, make_mesh, make_partition, 
 from headrace.sharding.place import check_batch, put_batch, row_shares
 from headrace.train.abstract import keep_layout, state_shardings
 from headrace.train.optimizers import Optimizer
-from headrace.train.quantization import (
+from headrace.train.state import Params, TrainState, compute_dtypes, create_state
+from headrace.weights import load_stored, open_stream
+from headrace.weights.quantization import (
     Quantizations,
     quantizations,
     quantized_line,
     quantized_weight,
 )
-from headrace.train.state import Params, TrainState, compute_dtypes, create_state
-from headrace.weights import load_stored, open_stream
 
 
 @dataclass(frozen=True, kw_only=True)

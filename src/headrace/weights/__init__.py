@@ -4,6 +4,7 @@ adapter.py   a folder -> the torch model it stands for, adapter included
 files.py     safetensors read by range
 stream.py    files -> each device's part of the stored arrays
 meta.py      a model's structure without its weights
+quantization.py  which weights are stored in 8 or 4 bits
 merge.py     an adapter folded into its base, checked, as sharded safetensors
 """
 
