@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -126,6 +128,42 @@ def test_pieces_of_counted_sizes_join_again() -> None:
     x, expert = torch.randn(7, 8), torch.tensor([2, 0, 0, 2, 2, 0, 2])
     report = hr.check(Sorted(), (x, expert), operators=False)
     assert report.ok, str(report)
+
+
+class LastOfEach(nn.Module):
+    """The last marked token of each row, as transformers' encoder-decoders classify."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.embed(ids)[ids == 2].view(ids.shape[0], -1, 4)
+        return rows[:, -1] * rows[:, 0]
+
+
+def test_selected_rows_shared_equally_are_exact_for_any_number_of_them() -> None:
+    model = LastOfEach()
+    ids = torch.tensor([[1, 2, 3, 2, 5], [2, 4, 2, 6, 7]])
+    one = torch.tensor([[1, 3, 3, 2, 5], [2, 4, 8, 6, 7]])
+    module = hr.to_jax(model, (ids,))
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def objective(params: dict[str, jax.Array], batch: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        outputs = module.apply(params, {}, batch)[0]
+        return (outputs**2).sum(), outputs
+
+    for given in (ids, one):
+        want = model(given)
+        (gradient,) = torch.autograd.grad((want**2).sum(), model.embed.weight)
+
+        (_, got), ours = objective(module.params(), given.numpy())
+        np.testing.assert_allclose(got, want.detach(), rtol=1e-6)
+        np.testing.assert_allclose(ours["embed.weight"], gradient, rtol=1e-5, atol=1e-6)
+    uneven = np.array([[2, 2, 3, 2, 5], [1, 4, 8, 6, 7]])
+    with pytest.raises(Exception, match="shares the selected rows equally"):
+        jax.block_until_ready(objective(module.params(), uneven))
 
 
 class Asks(nn.Module):

@@ -64,6 +64,20 @@ def _(input: Tensor, counts: list[Tensor], dim: int) -> list[Tensor]:  # pyright
     return [torch.empty_like(input) for _ in counts]
 
 
+@torch.library.custom_op("headrace::shared", mutates_args=())
+def shared_op(input: Tensor, each: Tensor, shares: int) -> Tensor:
+    """[shares, n // shares, ..] of the n rows of `input`: `each` rows for each, in order."""
+    room = input.shape[0] // shares
+    starts = torch.arange(shares, device=input.device) * each
+    steps = torch.arange(room, device=input.device)
+    return input[(starts[:, None] + steps).clamp(max=input.shape[0] - 1)]
+
+
+@shared_op.register_fake
+def _(input: Tensor, each: Tensor, shares: int) -> Tensor:  # pyright: ignore[reportUnusedFunction]
+    return input.new_empty((shares, input.shape[0] // shares, *input.shape[1:]))
+
+
 @torch.library.custom_op("headrace::joined", mutates_args=())
 def joined_op(tensors: list[Tensor], counts: list[Tensor], dim: int) -> Tensor:
     """The first `counts` rows of each tensor, one after the other; together as many as each has."""
@@ -96,6 +110,13 @@ def pieces(input: Array, counts: Sequence[Array], dim: int) -> list[Array]:
     starts = _starts(counts)
     steps = jnp.arange(input.shape[dim])
     return [jnp.take(input, steps + start, axis=dim, mode="clip") for start in starts[:-1]]
+
+
+@lowers(torch.ops.headrace.shared.default)
+def shared(input: Array, each: Array, shares: int) -> Array:
+    """shared(Tensor input, Tensor each, SymInt shares) -> Tensor"""
+    places = jnp.arange(shares)[:, None] * each + jnp.arange(input.shape[0] // shares)
+    return jnp.take(input, places, axis=0, mode="clip")
 
 
 @lowers(torch.ops.headrace.joined.default)

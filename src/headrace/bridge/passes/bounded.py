@@ -7,6 +7,8 @@ finite numbers that must reach no result:
 - operators that treat rows alone (elementwise, linear, softmax over another dim) keep them apart;
 - writes by row (`index_add`, `index_put`, `scatter`), sums, means and losses over rows are given
   the rows that count, through a mask made from the true number;
+- `rows.view(n, -1, ..)`, the same number of rows for each of n, is read from where each begins, and
+  one place of them, the last say, is chosen by the true number;
 - every other operator that would mix rows, a size used as a number, and a result of the model with
   such rows are refused, with the node and its line.
 
@@ -47,6 +49,7 @@ _INDEX_OF = {
 _PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
 _SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
+_VIEWS = (aten.view.default, aten.reshape.default)
 _NUMBER = aten._local_scalar_dense.default
 _REQUIRE = _HEADRACE.require.default
 _ENDS = ("placeholder", "output")
@@ -97,6 +100,7 @@ class _Bounds:
         self._largest: dict[Any, Any] = {}
         self._turns: dict[fx.Node, tuple[int, ...]] = {}
         self._bases: dict[fx.Node, fx.Node] = {}
+        self._shared: dict[fx.Node, fx.Node] = {}  # rows shared equally -> how many each has
         self._numbers: dict[Any, fx.Node] = {}  # a size read from a tensor -> that tensor
 
     def run(self) -> None:
@@ -154,6 +158,10 @@ class _Bounds:
             return
         if node.target in _PUTS or node.target in _INDEX_OF:
             self._write(node)
+            return
+        if node.target in _VIEWS and self._share(node):
+            return
+        if node.target is aten.select.int and self._select_shared(node):
             return
         self._check_rows(node)
 
@@ -257,6 +265,56 @@ class _Bounds:
         joined.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(joined)
         return True
+
+    def _share(self, node: fx.Node) -> bool:
+        """`rows.view(n, -1, ..)`: as many of the selected rows for each of n."""
+        tensor, sizes = node.args
+        assert isinstance(tensor, fx.Node)
+        own, shares = self._padded(tensor), sizes[0]  # pyright: ignore
+        rest = tensor.meta["val"].shape[1:], node.meta["val"].shape[2:]
+        if list(own) != [0] or list(self._padded(node)) != [1] or shares == -1:
+            return False
+        if own[0] not in self.selections or [*map(str, rest[0])] != [*map(str, rest[1])]:
+            return False
+        count = self.selections[own[0]].count
+        floor = {"rounding_mode": "floor"}
+        with self._graph.inserting_before(node):
+            over = self._call(node, aten.remainder.Scalar, (count, shares))
+            equal = self._call(node, aten.eq.Scalar, (over, 0))
+            self._require(node, equal, "shares the selected rows equally")
+            each = self._call(node, aten.div.Scalar_mode, (count, shares), floor)
+            shared = self._call(node, _HEADRACE.shared.default, (tensor, each, shares))
+        shared.meta["val"] = node.meta["val"]
+        self._shared[shared] = each
+        node.replace_all_uses_with(shared)
+        return True
+
+    def _select_shared(self, node: fx.Node) -> bool:
+        """One place of the rows that each has, counted from the end when it is negative."""
+        tensor, dim, index = node.args
+        source: Any = tensor
+        while source.target is aten.slice.Tensor:  # of other dims: these rows stay whole
+            source = source.args[0]
+        each = self._shared.get(source)
+        if each is None or dim not in (1, 1 - tensor.meta["val"].ndim):  # pyright: ignore
+            return False
+        needed = index + 1 if index >= 0 else -index  # pyright: ignore
+        with self._graph.inserting_before(node):
+            enough = self._call(node, aten.ge.Scalar, (each, needed))
+            self._require(node, enough, f"needs {needed} selected rows for each")
+            if index >= 0:  # pyright: ignore
+                return True
+            place_ = self._call(node, aten.add.Scalar, (each, index))
+            column = self._call(node, aten.view.default, (place_, [1]))
+            rows = self._call(node, aten.index_select.default, (tensor, 1, column))
+            found = self._call(node, aten.squeeze.dim, (rows, 1))
+        found.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(found)
+        return True
+
+    def _require(self, node: fx.Node, holds: fx.Node, why: str) -> None:
+        message = f"{self._name}: {place(node)} {why}"
+        self._call(node, _REQUIRE, (holds, message))
 
     # Proof.
 
