@@ -10,7 +10,6 @@ from torch import nn
 
 import headrace as hr
 from headrace.bridge.attention import ADDITIVE_NAME, NAME
-from headrace.errors import CaptureError
 
 
 def test_our_attention_equals_the_name_it_takes_the_place_of() -> None:
@@ -83,16 +82,6 @@ def test_a_module_cast_to_its_own_dtype_is_as_it_was() -> None:
     report = hr.check(Casting(), (torch.randn(3, 4),), operators=False)
     assert report.ok, str(report)
     assert nn.Linear(2, 2).to(torch.float64).weight.dtype is torch.float64
-
-
-class Branching(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if torch.all(x > 0).item() else -x
-
-
-def test_branches_on_values_are_still_refused() -> None:
-    with pytest.raises(CaptureError, match=r"branch|data-dependent"):
-        hr.to_jax(Branching(), (torch.randn(3, 4),))
 
 
 class Both(nn.Module):

@@ -9,26 +9,26 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import linecache
 import logging
 import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import redirect_stderr
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._ops import OpOverload
+from torch.distributions import Distribution
 from torch.export.graph_signature import InputKind as TorchInputKind
 from torch.export.graph_signature import OutputKind
 from torch.overrides import TorchFunctionMode
 
 from headrace.bridge.attention import attention_as_operator, without_cache
 from headrace.bridge.bounds import answered_sizes, bounded_sizes
+from headrace.bridge.branches import Branches
 from headrace.bridge.functions import own_backwards
 from headrace.bridge.ops.decompositions import exporter_table
 from headrace.bridge.ops.registry import lookup
@@ -170,7 +170,7 @@ def _export(
                 _named_arguments(module, kwargs),
                 _tracing(),
                 _ParameterData(notes),
-                _Assertions(notes),
+                Branches(module, args, kwargs, notes),
                 own_backwards(notes),
                 bounded_sizes(notes),
                 _modules_stay(),
@@ -237,12 +237,16 @@ def _tracing() -> Generator[None]:
     noisy = logging.getLogger("torch")
     level = noisy.level
     noisy.setLevel(logging.CRITICAL)
+    # Distributions assert their parameters' values, which are no part of a program.
+    validate = Distribution._validate_args  # pyright: ignore[reportPrivateUsage]
+    Distribution.set_default_validate_args(False)
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()), _ConstantDraws():
             warnings.simplefilter("ignore")
             yield
     finally:
         noisy.setLevel(level)
+        Distribution.set_default_validate_args(validate)
 
 
 @contextlib.contextmanager
@@ -350,37 +354,6 @@ class _ParameterData(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Assertions(TorchFunctionMode):
-    """`assert torch.all(x >= 0).item()` holds: it is about values, so no part of a program."""
-
-    def __init__(self, notes: list[str]) -> None:
-        super().__init__()
-        self._notes = notes
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.item, torch.Tensor.__bool__) and args[0].dtype is torch.bool:
-            line = _calling_line()
-            if line.startswith("assert "):
-                note = f"not checked by the program: {line[:120]}"
-                if note not in self._notes:
-                    self._notes.append(note)
-                return True
-        return func(*args, **(kwargs or {}))
-
-
-def _calling_line() -> str:
-    """The source line of the innermost frame that is neither torch's nor ours."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _OWN)):
-            return linecache.getline(name, frame.f_lineno).strip()
-        frame = frame.f_back
-    return ""
-
-
-_TORCH = torch.__path__[0]
-_OWN = str(Path(__file__).parent)
 _DATA = torch.Tensor.data.__get__  # pyright: ignore
 
 

@@ -18,10 +18,16 @@ import numpy as np
 import torch
 
 import headrace.bridge.bounds  # noqa: F401  registers the operator  # pyright: ignore[reportUnusedImport]
+from headrace.bridge.program import Program
 from headrace.errors import CaptureError
 
 Array = jax.Array
 REQUIRE = torch.ops.headrace.require.default
+
+
+def asks(program: Program) -> bool:
+    """Whether the capture depends on the values of its example, and not on their shapes alone."""
+    return any(node.target is REQUIRE for node in program.nodes())
 
 
 def checked(results: list[Any], required: Sequence[tuple[Array, str]]) -> list[Any]:

@@ -28,6 +28,7 @@ from headrace.bridge.cache import cache_folder, capture_key
 from headrace.bridge.cache import read as read_capture
 from headrace.bridge.cache import write as write_capture
 from headrace.bridge.capture import capture
+from headrace.bridge.checked import asks
 from headrace.bridge.dtypes import tensor_to_jax, tensor_to_numpy, to_jax_dtype
 from headrace.bridge.intercept import Intercept
 from headrace.bridge.passes.bounded import bound_sizes
@@ -334,7 +335,13 @@ def to_jax(
     program = _prepare(model, args, kwargs, dynamic=dynamic, roll=roll, folder=folder)
 
     def recapture(call_args: tuple[Any, ...], call_kwargs: dict[str, Any]) -> Program:
-        torch_args, torch_kwargs = pytree.tree_map(_to_torch_example, (call_args, call_kwargs))
+        example = (args, {k: kwargs.get(k) for k in call_kwargs})
+        leaves, spec = pytree.tree_flatten((call_args, call_kwargs))
+        given = pytree.tree_leaves(example)
+        given = given if len(given) == len(leaves) else [None] * len(leaves)
+        torch_args, torch_kwargs = pytree.tree_unflatten(
+            [_to_torch_example(v, g) for v, g in zip(leaves, given, strict=True)], spec
+        )
         return _prepare(model, torch_args, torch_kwargs, dynamic=False, roll=roll, folder=folder)
 
     return JaxModule(
@@ -366,7 +373,7 @@ def _prepare(
     program = run_pass(program, "bounded", bound_sizes)
     lower.check_supported(program)
     program = run_pass(program, "roll", roll_layers) if roll else program
-    if folder is not None and key is not None:
+    if folder is not None and key is not None and not asks(program):
         write_capture(folder, key, program)
     return program
 
@@ -385,15 +392,22 @@ def _split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return example, {}
 
 
-def _to_torch_example(leaf: Any) -> Any:
+def _to_torch_example(leaf: Any, given: Any) -> Any:
+    """A tensor of the leaf's shape: the first example's values again, by which branches go."""
     if not hasattr(leaf, "shape"):
         return leaf
     kind = jnp.dtype(leaf.dtype)
-    if kind == jnp.bool_:
-        return torch.zeros(leaf.shape, dtype=torch.bool)
+    dtype = getattr(torch, kind.name)
     if jnp.issubdtype(kind, jnp.integer):
-        return torch.zeros(leaf.shape, dtype=torch.int64)
-    return torch.zeros(leaf.shape, dtype=getattr(torch, kind.name))
+        dtype = torch.int64
+    shape = tuple(leaf.shape)
+    if not isinstance(given, torch.Tensor) or given.ndim != len(shape) or given.is_meta:
+        return torch.zeros(shape, dtype=dtype)
+    for dim, size in enumerate(shape):
+        if not given.shape[dim]:
+            return torch.zeros(shape, dtype=dtype)
+        given = given.index_select(dim, torch.arange(size) % given.shape[dim])
+    return given.to(dtype)
 
 
 def _layout(program: Program, kind: str) -> Layout:
