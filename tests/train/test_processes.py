@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ sys.path.insert(0, {here!r})
 import tiny
 from headrace import SFTConfig, SFTTrainer
 config = SFTConfig(
-    output_dir={out!r}, max_steps=3, max_length=32, pad_to_multiple_of=32, mesh={mesh!r},
+    output_dir={out!r}, max_steps={steps}, max_length=32, pad_to_multiple_of=32, mesh={mesh!r},
     per_device_train_batch_size={rows}, learning_rate=1e-2, logging_steps=1, save_steps=2,
     compilation_cache_dir=None, resume_from_checkpoint={resume!r},
 )
@@ -33,9 +34,9 @@ HERE = Path(__file__).parent
 
 
 def _start(out: Path, model: str, mesh: object, rows: int, devices: int, **more: str) -> object:
-    resume = more.pop("resume", None)
+    resume, steps = more.pop("resume", None), more.pop("steps", "3")
     program = PROGRAM.format(
-        here=str(HERE), out=str(out), mesh=mesh, rows=rows, model=model, resume=resume
+        here=str(HERE), out=str(out), mesh=mesh, rows=rows, model=model, resume=resume, steps=steps
     )
     flags = f"--xla_force_host_platform_device_count={devices}"
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **more}
@@ -57,10 +58,7 @@ def test_two_processes_train_what_one_trains_and_one_goes_on(tmp_path: Path) -> 
     import tiny
 
     model = tiny.saved(tiny.llama(), tmp_path / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    shared = _shared(2)
     two = [
         _start(tmp_path / "two", model, {"fsdp": 4}, 2, 2, JAX_PROCESS_ID=str(i), **shared)
         for i in range(2)
@@ -76,6 +74,44 @@ def test_two_processes_train_what_one_trains_and_one_goes_on(tmp_path: Path) -> 
         _start(tmp_path / "on", model, {"fsdp": 2}, 4, 2, resume=go_on)  # pyright: ignore[reportArgumentType]
     )
     assert later == pytest.approx(one, rel=1e-5)
+
+
+def _shared(count: int) -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
+
+
+@pytest.mark.timeout(300)
+def test_a_lost_process_ends_the_others_with_the_way_to_go_on(tmp_path: Path) -> None:
+    sys.path.insert(0, str(HERE))
+    import tiny
+
+    model = tiny.saved(tiny.llama(), tmp_path / "model")
+    out, shared = tmp_path / "out", {**_shared(2), "HEADRACE_HEARTBEAT_SECONDS": "4"}
+    first, second = (
+        _start(out, model, {"data": 2}, 2, 1, JAX_PROCESS_ID=str(i), steps="100000", **shared)
+        for i in range(2)
+    )
+    assert isinstance(first, subprocess.Popen) and isinstance(second, subprocess.Popen)
+    try:
+        while not (out / "checkpoint-2" / "checkpoint.json").is_file():
+            assert first.poll() is None and second.poll() is None, first.communicate()[1][-2000:]
+            time.sleep(0.1)
+        second.kill()
+        second.communicate()
+        start = time.monotonic()
+        _, errors = first.communicate(timeout=60)
+        assert time.monotonic() - start < 30
+    finally:
+        first.kill()
+        second.kill()
+    assert first.returncode == 75
+    assert "ProcessLost: process 1 of 2 is gone" in errors
+    assert f"The last checkpoint is {out}/checkpoint-" in errors
+    named = Path(errors.split("The last checkpoint is ")[1].split(". Start")[0])
+    assert (named / "checkpoint.json").is_file()
 
 
 def test_incomplete_variables_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from headrace.plan.automatic import Here, planned_step
 from headrace.train.averaging import averaged
 from headrace.train.callbacks import CallbackLike, Callbacks
 from headrace.train.card import base_name, write_card
-from headrace.train.checkpoint import Restored, load_checkpoint, load_latest
+from headrace.train.checkpoint import Restored, list_checkpoints, load_checkpoint, load_latest
 from headrace.train.display import Display, format_seconds
 from headrace.train.evaluation import ComputeMetrics, evaluate
 from headrace.train.hub import push
@@ -50,6 +50,7 @@ from headrace.train.saving import LoadBack, load_back_run, save_run
 from headrace.train.setup import Run, build_run, model_line, restart
 from headrace.train.state import TrainState as ArrayState
 from headrace.train.trackers import make_trackers
+from headrace.train.watch import watched_processes
 
 
 class Trainer:
@@ -161,8 +162,17 @@ class Trainer:
 
         Ctrl-C and SIGTERM finish the step and save a checkpoint first. At the end the model is
         saved to output_dir and read back with stock libraries. Raises TrainingError when steps stay
-        not finite, CheckpointError when the checkpoint is of another run.
+        not finite, CheckpointError when the checkpoint is of another run. Of several processes that
+        train together one that disappears ends the others (`train.watch`).
         """
+        with watched_processes(self._last_checkpoint):
+            return self._train(resume_from_checkpoint)
+
+    def _last_checkpoint(self) -> str | None:
+        found = list_checkpoints(self.args.output_dir)
+        return str(found[-1]) if found else None
+
+    def _train(self, resume_from_checkpoint: bool | str | None) -> TrainOutput:
         run, config = self.run, self.args
         resume = config.resume_from_checkpoint if resume_from_checkpoint is None else None
         restored = self._restored(resume_from_checkpoint or resume)
