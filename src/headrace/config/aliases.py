@@ -26,8 +26,6 @@ RENAMED: Mapping[str, str] = {
     "sample_packing": "packing",
     "eval_sample_packing": "eval_packing",
     "neat_packing": "packing",
-    "val_set_size": "test_split_size",
-    "val_size": "test_split_size",
     "micro_batch_size": "per_device_train_batch_size",
     "batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size",
@@ -113,13 +111,47 @@ IGNORED: Mapping[str, str] = {
     "wandb_entity": "WANDB_ENTITY names it",
     "wandb_watch": "gradients' norms are logged",
     "wandb_log_model": "push_to_hub keeps the result",
+    "project": "WANDB_PROJECT names it",
+    "trackio_space_id": "trackio writes its local database",
+    "env": "set environment variables before the command",
+    "use_liger_kernel": "the fused loss is always on",
+    "liger_rope": "the program is compiled whole",
+    "liger_rms_norm": "the program is compiled whole",
+    "liger_glu_activation": "the program is compiled whole",
+    "liger_layer_norm": "the program is compiled whole",
+    "liger_fused_linear_cross_entropy": "the fused loss is always on",
+    "lora_mlp_kernel": "the program is compiled whole",
+    "lora_qkv_kernel": "the program is compiled whole",
+    "lora_o_kernel": "the program is compiled whole",
+    "lora_fan_in_fan_out": "PEFT sees it in the layer",
+    "flash_attn": "attention always runs through the kernel of the accelerator",
+    "local_rank": "JAX knows the processes",
+    "loss_watchdog_threshold": "three steps in a row that are not finite end the run",
+    "loss_watchdog_patience": "three steps in a row that are not finite end the run",
+    "eval_max_new_tokens": "eval_samples and eval_sample_tokens show answers",
+    "dataset_kwargs": "rows are prepared as their format says",
+    "disable_dropout": "preference and reward losses have no dropout",
+    "max_prompt_length": "max_length counts prompt and answer, over_length says what is cut",
+    "max_completion_length": "max_length counts prompt and answer, over_length says what is cut",
+    "no_remove_unused_columns": "only the columns that are needed are read",
+    "image_max_pixels": "images are not read",
+    "video_max_pixels": "videos are not read",
+    "debug": "every start shows one example with what is trained",
 }
 
 REFUSED: Mapping[str, str] = {
     "deepspeed": "sharding is XLA's; remove it",
     "fsdp": "sharding is XLA's; remove it",
     "fsdp_config": "sharding is XLA's; remove it",
-    "use_liger_kernel": "the fused loss is always on; remove it",
+    "dataset_dir": "no registry is needed: dataset_name takes the file itself; remove it",
+    "enable_thinking": "rows say it in chat_template_kwargs; remove it",
+    "hub_token": "a token in a recipe is read by others: log in with `hf auth login`; remove it",
+    "use_swanlab": "report_to takes tensorboard, wandb and trackio; remove it",
+    "lora_model_dir": "merge that adapter first (headrace merge), then train on the result",
+    "adapter_name_or_path": "merge that adapter first (headrace merge), then train on the result",
+    "precompute_ref_log_probs": "the reference is computed in the step; remove it",
+    "sync_ref_model": "the reference stays the model before training; remove it",
+    "ref_model_init_kwargs": "the reference is the model before training; remove it",
     "save_on_each_node": "checkpoints are written together by all hosts; remove it",
 }
 
@@ -202,6 +234,10 @@ PREFERENCE_LOSSES: Mapping[str, str] = {
 
 def _preference_loss(value: Any) -> dict[str, Any]:
     """TRL's loss_type, LLaMA-Factory's pref_loss, axolotl's rl."""
+    if isinstance(value, list) and len(value) == 1:  # pyright: ignore[reportUnknownArgumentType]
+        value = value[0]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, list):
+        raise ValueError("several losses at once are not supported; keep one")
     if value in ("nll", "chunked_nll"):
         return {}
     if value not in PREFERENCE_LOSSES:
@@ -226,6 +262,53 @@ def _stage(value: Any) -> dict[str, Any]:
     if value not in stages:
         raise ValueError(f"{value!r} is not supported; needs {', '.join(stages)}")
     return stages[value]
+
+
+def _held_out(value: Any) -> dict[str, Any]:
+    """axolotl's val_set_size, LLaMA-Factory's val_size: 0 holds out nothing."""
+    return {} if value in (None, "", 0, "0", "0.0") else {"test_split_size": value}
+
+
+def _an_epoch(setting: str) -> Callable[[Any], dict[str, Any]]:
+    """axolotl's evals_per_epoch and saves_per_epoch; more often is counted in steps."""
+    every = setting.replace("_strategy", "_steps")
+
+    def translate(value: Any) -> dict[str, Any]:
+        if value in (None, "", 0):
+            return {}
+        if str(value) != "1":
+            raise ValueError(f"only 1 is taken as it stands; set {setting}: steps and {every}")
+        return {setting: "epoch"}
+
+    return translate
+
+
+def _special_tokens(value: Any) -> dict[str, Any]:
+    """axolotl's; padding is told by position, so a pad token changes nothing."""
+    tokens = dict(value or {})
+    tokens.pop("pad_token", None)
+    end = tokens.pop("eos_token", None)
+    if tokens:
+        raise ValueError(f"{', '.join(tokens)} cannot be set; change the tokenizer's own files")
+    return {} if end is None else {"eos_token": end}
+
+
+def _plugins(value: Any) -> dict[str, Any]:
+    """axolotl's; fused losses and kernels are what XLA does anyway."""
+    wrong = [p for p in value or [] if "liger" not in p.lower() and "cut_cross_entropy" not in p]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: plugins are axolotl's own; remove it")
+    return {}
+
+
+def _pretraining(value: Any) -> dict[str, Any]:
+    """axolotl's pretraining_dataset: a stream of texts."""
+    parts: list[Any] = value if isinstance(value, list) else [value]
+    if len(parts) != 1:
+        raise ValueError("several streams are not supported; keep one")
+    part = parts[0] if isinstance(parts[0], dict) else {"path": parts[0]}
+    found = {"dataset_name": part["path"], "dataset_streaming": True}
+    return found | ({"dataset_config": part["name"]} if part.get("name") else {})
 
 
 def _max_samples(value: Any) -> dict[str, Any]:
@@ -268,4 +351,12 @@ TRANSLATED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "rl": _rl,
     "stage": _stage,
     "reward_model": _when_true(task="reward"),
+    "val_set_size": _held_out,
+    "val_size": _held_out,
+    "evals_per_epoch": _an_epoch("eval_strategy"),
+    "saves_per_epoch": _an_epoch("save_strategy"),
+    "special_tokens": _special_tokens,
+    "plugins": _plugins,
+    "pretraining_dataset": _pretraining,
+    "activation_offloading": _when_true(activation_checkpointing="offload"),
 }

@@ -112,6 +112,9 @@ def _translate(entry: _Given, cls: type[TrainConfig], findings: _Findings) -> di
     if key in REFUSED and entry.value in (None, False, "", "false", "none"):
         findings.notes.append(f"{key} is switched off, as it is here ({entry.source})")
         return {}
+    if key not in REFUSED and entry.value in (None, ""):
+        findings.notes.append(f"{key} is not known here, and empty ({entry.source})")
+        return {}
     problem = REFUSED.get(key) or _unknown(key, cls)
     findings.problems.append((key, entry.source, problem))
     return {}
