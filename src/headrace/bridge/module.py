@@ -35,6 +35,7 @@ from headrace.bridge.passes.bounded import bound_sizes
 from headrace.bridge.passes.head import Head, split_head
 from headrace.bridge.passes.roll import roll_layers
 from headrace.bridge.passes.simplify import simplify
+from headrace.bridge.passes.strides import follow_memory
 from headrace.bridge.program import Input, Program, run_pass
 from headrace.bridge.step.ownership import make_current
 from headrace.errors import CaptureError
@@ -371,6 +372,7 @@ def _prepare(
     program = capture(model, args, kwargs, dynamic=dynamic)
     program = run_pass(program, "simplify", simplify)
     program = run_pass(program, "bounded", bound_sizes)
+    program = run_pass(program, "strides", follow_memory)
     lower.check_supported(program)
     program = run_pass(program, "roll", roll_layers) if roll else program
     if folder is not None and key is not None and not asks(program):
