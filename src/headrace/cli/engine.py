@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ MAX_MODEL_LEN: Any = typer.Option(
     "--max-model-len", help="Most tokens of prompt and answer.", show_default="the model's"
 )
 TRUST: Any = typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+USE: Any = typer.Option("--use", help="Adapter that answers.", show_default="the one given")
+SEED: Any = typer.Option("--seed", help="Repeats an answer.")
 QUANTIZATION: Any = typer.Option(
     "--quantization", help="int8, int4 or nf4 for linear layers.", show_default="as stored"
 )
@@ -49,6 +53,46 @@ def read_adapters(words: list[str] | None) -> dict[str, str]:
             raise ConfigError(f"two adapters are named {name!r}")
         found[name] = folder
     return found
+
+
+def one_sequence(
+    max_model_len: int | None,
+    merge: bool,
+    base: str | None,
+    dtype: str,
+    quantization: str | None,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """EngineOptions of a command that answers by itself: one sequence, compiled when needed."""
+    return {
+        "max_model_len": max_model_len,
+        "max_num_seqs": 1,
+        "merge": merge,
+        "base": base,
+        "dtype": dtype,
+        "quantization": quantization,
+        "warm_up": False,
+        "compilation_cache": default_compilation_cache(),
+        "trust_remote_code": trust_remote_code,
+    }
+
+
+@contextmanager
+def engine_here(
+    model: str, adapter: list[str] | None, use: str | None, options: dict[str, Any]
+) -> Generator[tuple[Engine, str | None]]:
+    """An engine in this process, and the adapter that answers: `use`, else the only one there is.
+
+    Raises ConfigError when `use` names none of the adapters.
+    """
+    from headrace.errors import ConfigError
+
+    with start_engine(model, read_adapters(adapter), options, quiet=True) as engine:
+        names = engine.adapters.names
+        if use is not None and use not in names:
+            there = ", ".join(names) or "none"
+            raise ConfigError(f"--use {use!r} is no adapter that was given; there are: {there}")
+        yield engine, use or (names[0] if len(names) == 1 else None)
 
 
 def start_engine(

@@ -28,15 +28,12 @@ def generate(
         Path | None, typer.Option("--output", help="JSONL of answers; finished lines are kept.")
     ] = None,
     adapter: Annotated[list[str] | None, shared.ADAPTER] = None,
-    use: Annotated[
-        str | None,
-        typer.Option("--use", help="Adapter that answers.", show_default="the one given"),
-    ] = None,
+    use: Annotated[str | None, shared.USE] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens to write.", min=1)] = 128,
     temperature: Annotated[float, typer.Option("--temperature", help="0: most likely.")] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", help="Nucleus sampling.")] = 1.0,
     top_k: Annotated[int, typer.Option("--top-k", help="0 is off.")] = 0,
-    seed: Annotated[int | None, typer.Option("--seed", help="Repeats an answer.")] = None,
+    seed: Annotated[int | None, shared.SEED] = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="Ends the answer; may be repeated.")
     ] = None,
@@ -47,6 +44,7 @@ def generate(
     merge: Annotated[bool, shared.MERGE] = False,
     base: Annotated[str | None, shared.BASE] = None,
     dtype: Annotated[str, shared.DTYPE] = "auto",
+    quantization: Annotated[str | None, shared.QUANTIZATION] = None,
     trust_remote_code: Annotated[bool, shared.TRUST] = False,
 ) -> None:
     """Write text with a model: headrace generate out/reminders --prompt "Reminder: ..."
@@ -69,19 +67,12 @@ def generate(
         stop=tuple(stop or ()),
         max_tokens=max_tokens,
     )
-    options = {
-        "max_model_len": max_model_len,
-        "max_num_seqs": 1 if prompt is not None else max_num_seqs,
-        "merge": merge,
-        "base": base,
-        "dtype": dtype,
-        "warm_up": False,
-        "compilation_cache": shared.default_compilation_cache(),
-        "trust_remote_code": trust_remote_code,
-    }
-    with shared.start_engine(model, shared.read_adapters(adapter), options, quiet=True) as engine:
-        names = engine.adapters.names
-        chosen = use or (names[0] if len(names) == 1 else None)
+    options = shared.one_sequence(
+        max_model_len, merge, base, dtype, quantization, trust_remote_code
+    )
+    if input_file is not None:
+        options["max_num_seqs"] = max_num_seqs
+    with shared.engine_here(model, adapter, use, options) as (engine, chosen):
         if prompt is not None:
             text = sys.stdin.read() if prompt == "-" else prompt
             for delta in engine.stream(text, params, adapter=chosen):
