@@ -106,6 +106,17 @@ def test_everything_wrong_with_the_files_is_listed(tmp_path: Path) -> None:
         find_weights(tmp_path / "elsewhere")
 
 
+def test_every_byte_belongs_to_one_tensor(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(4), "b": torch.ones(4)}, tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    assert set(find_weights(tmp_path)) == {"a", "b"}
+    overlapping = whole.replace(b"[16,32]", b"[12,28]")
+    for damaged, part in ((whole + b"123", "3 bytes more"), (overlapping, "b shares bytes")):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=part):
+            find_weights(tmp_path)
+
+
 def test_missing_extra_and_misshaped_tensors_are_listed(tmp_path: Path) -> None:
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY))
     folder = _saved(model, tmp_path)

@@ -117,6 +117,7 @@ def read_header(path: Path, problems: list[str]) -> dict[str, TensorEntry]:
             problems.append(f"{path.name}: the header is not JSON; the file is damaged")
             return {}
     header.pop("__metadata__", None)
+    problems += _uncovered(path.name, header, size - 8 - length)
     entries: dict[str, TensorEntry] = {}
     for name, item in header.items():
         dtype = DTYPES.get(item["dtype"])
@@ -141,6 +142,21 @@ def read_header(path: Path, problems: list[str]) -> dict[str, TensorEntry]:
         else:
             entries[name] = entry
     return entries
+
+
+def _uncovered(file: str, header: Mapping[str, Any], size: int) -> list[str]:
+    """The format lets no two tensors share bytes and leaves no byte without a tensor."""
+    ranges = sorted((*item["data_offsets"], name) for name, item in header.items())
+    found: list[str] = []
+    end = 0
+    for first, last, name in ranges:
+        if first != end:
+            kind = "shares bytes with another tensor" if first < end else "follows a gap"
+            found.append(f"{file}: {name} {kind} (byte {first:,}, expected {end:,})")
+        end = max(end, last)
+    if end < size:
+        found.append(f"{file} has {size - end:,} bytes more than its tensors; it is damaged")
+    return found
 
 
 def read_parts(entry: TensorEntry, parts: Sequence[Part]) -> list[np.ndarray]:
