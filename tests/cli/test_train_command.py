@@ -67,3 +67,9 @@ def test_a_model_that_is_not_there_is_one_message(
     assert expected in said
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
+
+
+def test_without_a_model_and_data_it_says_both(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "--max_steps", "2"]) != 0
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "model_name_or_path (a folder or a hub id) and dataset_name" in shown

@@ -6,6 +6,9 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 from headrace.config import ClassificationConfig, SFTConfig
 from headrace.errors import CheckpointError, ConfigError, DataError, TrainingError
-from headrace.train import SFTTrainer, durable, programs
+from headrace.train import SFTTrainer, durable, loop, programs
 from headrace.train.checkpoint import list_checkpoints
 
 pytestmark = [
@@ -261,6 +264,67 @@ def test_full_disk_in_mid_run_does_not_end_it(
     assert_same_arrays(trainer.train_state.trainable, finished[0].train_state.trainable)
 
 
+class _Steps(TrainerCallback):
+    """Sets an event when step 5 is done."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self.event = event
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            self.event.set()
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(
+    finished: tuple[SFTTrainer, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    went_on, waited, real = threading.Event(), list[bool](), loop.save_run
+
+    def slow(run: Any, state: Any, folder: Path) -> None:
+        if folder.name == ".checkpoint-3.tmp":
+            waited.append(went_on.wait(60))
+        real(run, state, folder)
+
+    monkeypatch.setattr(loop, "save_run", slow)
+    trainer = again(finished[0], tmp_path)
+    trainer.add_callback(_Steps(went_on))
+    trainer.train()
+    assert waited == [True], "step 5 came while the checkpoint of step 3 was written"
+    resumed = again(finished[0], tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert_same_arrays(resumed.train_state.trainable, finished[0].train_state.trainable)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+import test_trainer
+from headrace.train import loop
+real = loop.save_run
+def killed(run, state, folder):
+    real(run, state, folder)
+    if folder.name == ".checkpoint-4.tmp":
+        os.kill(os.getpid(), signal.SIGKILL)
+loop.save_run = killed
+test_trainer.make(Path({out!r}), {folder!r}, save_steps=2).train()
+"""
+
+
+def test_kill_9_while_a_checkpoint_is_written_costs_that_checkpoint_only(
+    finished: tuple[SFTTrainer, Path, Any], folder: str, tmp_path: Path
+) -> None:
+    script = KILLED.format(here=str(Path(__file__).parent), out=str(tmp_path), folder=folder)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+    assert (tmp_path / ".checkpoint-4.tmp" / "train_state.safetensors").is_file()
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["checkpoint-2"]
+    resumed = again(finished[0], tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_arrays(resumed.train_state.trainable, finished[0].train_state.trainable)
+    assert not list(tmp_path.glob(".checkpoint-*"))
+
+
 def test_full_disk_at_the_end_is_an_error(
     finished: tuple[SFTTrainer, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +388,12 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no model"):
         rows, words = tiny.text_rows(4), tiny.tokenizer()
         _ = SFTTrainer(args=config(tmp_path), train_dataset=rows, processing_class=words).run
+
+
+def test_an_output_folder_that_cannot_be_written_is_found_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output_dir .*file/out cannot be made"):
+        SFTTrainer("no-model", config(tmp_path / "file" / "out")).train()
 
 
 def test_token_ids_beyond_the_embeddings_are_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ Knows: how words become a configuration. Does not know: how training works (`hea
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from headrace.cli.settings import (
     show_reference,
     show_settings,
 )
+
+if TYPE_CHECKING:
+    from headrace.config import TrainConfig
 
 
 def train(
@@ -55,6 +58,7 @@ def train(
     if dry_run:
         show_everything(resolved)
         return
+    _require_model_and_data(resolved.config)
     show_settings(resolved)
     from headrace.plan.guard import check_fits
 
@@ -62,3 +66,20 @@ def train(
     from headrace.train.trainer import Trainer
 
     Trainer(args=resolved.config).train()
+
+
+def _require_model_and_data(config: TrainConfig) -> None:
+    """What Python may pass as objects must have a name here."""
+    from headrace.errors import ConfigError
+
+    missing: list[str] = []
+    if config.model_name_or_path is None:
+        missing.append("model_name_or_path (a folder or a hub id)")
+    if config.dataset_name is None and not config.datasets:
+        missing.append("dataset_name (a file, a folder or a hub id)")
+    if missing:
+        raise ConfigError(
+            f"nothing to train: {' and '.join(missing)} is not set. For example\n"
+            "  headrace train --model_name_or_path Qwen/Qwen3-0.6B --dataset_name rows.jsonl "
+            "--output_dir out"
+        )

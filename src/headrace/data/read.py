@@ -293,7 +293,8 @@ def _raise_problems(path: Path, problems: Sequence[str], needed: str) -> None:
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:SHOWN])
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise DataError(f"{path} has {len(problems)} bad rows; {needed}\n{shown}{more}")
+        count = "1 bad row" if len(problems) == 1 else f"{len(problems)} bad rows"
+        raise DataError(f"{path} has {count}; {needed}\n{shown}{more}")
 
 
 def from_dataset(dataset: Dataset, *, source: str) -> Table:

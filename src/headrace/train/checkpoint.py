@@ -6,11 +6,11 @@
       checkpoint.json           format, identity of the run, bytes and SHA-256 of every file
       ...                       whatever `write_model` put beside them (PEFT or model files)
 
-Arrays are safetensors and the rest JSON: no pickle, readable by other tools, one leaf on the host
-at a time while it is written and hashed. (Orbax adds a second format and its own directory commit;
-it earns its place when several hosts write one state.) A folder is written beside its final place,
-flushed to disk, then renamed; an interruption or a full disk leaves the earlier checkpoints as they
-were.
+Arrays are safetensors and the rest JSON: no pickle, readable by other tools, written and hashed one
+array at a time. (Orbax adds a second format and its own directory commit; it earns its place when
+several hosts write one state.) A folder is written beside its final place, flushed to disk, then
+renamed; an interruption or a full disk leaves the earlier checkpoints as they were. The loop calls
+this in a thread with a copy of the state, so steps go on meanwhile.
 
 Knows: files, checksums, identity. Does not know: what progress or model files mean.
 """
@@ -84,7 +84,8 @@ def save_checkpoint(
     """Write `checkpoint-{step}` under `directory`; returns its path.
 
     identity: what must be equal for the checkpoint to belong to a run (JSON values). write_model:
-    called with the folder in the making. Waits for the state. Raises CheckpointError when the disk
+    called with the folder in the making. state: of NumPy arrays too (state.host_copy), so that a
+    thread can write it while steps go on. Waits for the state. Raises CheckpointError when the disk
     is full or not writable; earlier checkpoints stay.
     """
     root = Path(directory)
@@ -95,7 +96,8 @@ def save_checkpoint(
         return final
     try:
         root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(making, ignore_errors=True)
+        for left in root.glob(".checkpoint-*.tmp"):  # of a run that was killed while it wrote
+            shutil.rmtree(left, ignore_errors=True)
         making.mkdir()
         _write_contents(making, state, step, progress, identity, write_model)
         _publish(making, final)

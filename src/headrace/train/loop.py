@@ -9,11 +9,14 @@ Knows: when. Does not know: how to build, compute, write or show; others do that
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from transformers import TrainerControl, TrainerState
 
@@ -34,7 +37,7 @@ from headrace.train.samples import Sample
 from headrace.train.saving import save_run
 from headrace.train.schedules import ReduceOnPlateau
 from headrace.train.setup import Run
-from headrace.train.state import TrainState
+from headrace.train.state import TrainState, host_copy
 
 SKIPPED_IN_A_ROW = 3  # steps that are not finite before the run is given up
 GRADIENT_WATCH = 3  # steps after which a parameter without any gradient is named
@@ -66,6 +69,9 @@ class TrainLoop:
         self._clock = TrainClock()
         self._window = Window(self._clock)
         self._saved_step: int | None = None
+        # A thread that the interpreter waits for when it ends: a checkpoint begun is finished.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="headrace-save")
+        self._writing: tuple[int, Future[Path]] | None = None
         self._bad: list[StepRecord] = []
         self._silent: set[str] | None = set(arrays.trainable)
         self._loss_total, self._loss_steps = 0.0, 0
@@ -97,6 +103,13 @@ class TrainLoop:
 
     def execute(self) -> None:
         """All steps that are left. Raises what the run raises; `arrays` stays usable."""
+        try:
+            self._execute()
+        except BaseException:
+            self._collect(wait=True)  # a checkpoint being written when something else failed
+            raise
+
+    def _execute(self) -> None:
         self.control = TrainerControl()
         self._fire("on_train_begin")
         if self.run.config.eval_on_start and self.state.global_step == 0:
@@ -162,6 +175,7 @@ class TrainLoop:
 
     def _between_steps(self) -> None:
         config, control = self.run.config, self.control
+        self._collect(wait=False)
         if control.should_log:
             self._take(self._late.flush())
             self._do_log()
@@ -300,29 +314,66 @@ class TrainLoop:
         return metrics[name]
 
     def _do_save(self, *, final: bool) -> None:
-        """Save. In mid-run a failure is said and the run goes on; at the end it raises."""
+        """Save. In mid-run files are written beside the steps that follow, and a failure is said
+        while the run goes on; at the end it waits and raises.
+        """
         step = self.state.global_step
+        with self._clock.pause():
+            self._collect(wait=True)  # one copy of the state at a time, and one writer
         if self._saved_step == step:
             return
         self._take(self._late.flush())
         with self._clock.pause():
-            try:
-                path = self._save(step)
-            except CheckpointError as error:
-                if final:
-                    raise
-                self._say(f"warning: {error} Training goes on; the next save is tried as planned.")
-                return
+            several = jax.process_count() > 1  # then all of them help to write, in step
+            work = self._saving(step, self.arrays if several else host_copy(self.arrays))
+            self._writing = step, self._writer.submit(work) if not several else _done(work)
+            if final:
+                self._collect(wait=True, final=True)
+
+    def _collect(self, *, wait: bool, final: bool = False) -> None:
+        """Take note of a checkpoint whose files are written."""
+        if self._writing is None or not (wait or self._writing[1].done()):
+            return
+        step, written = self._writing
+        self._writing = None
+        try:
+            path = written.result()
+        except CheckpointError as error:
+            if final:
+                raise
+            self._say(f"warning: {error} Training goes on; the next save is tried as planned.")
+            return
         self._saved_step = step
         self._say(f"saved {path}")
+        now, self.state.global_step = self.state.global_step, step
         self._fire("on_save")
+        self.state.global_step = now
 
-    def _save(self, step: int) -> Path:
-        path = self._directory / f"checkpoint-{step}"
+    def _saving(self, step: int, arrays: TrainState) -> Callable[[], Path]:
+        """What writes a checkpoint of `arrays`; everything else it needs is taken now."""
         if self.state.best_global_step == step:
-            self.state.best_model_checkpoint = str(path)
+            self.state.best_model_checkpoint = str(self._directory / f"checkpoint-{step}")
+        best, run = self.state.best_model_checkpoint, self.run
+        protect = [Path(best)] if best is not None else []
+        progress = json.loads(json.dumps(self._progress()))  # what the run goes on to change
+
+        def write() -> Path:
+            path = save_checkpoint(
+                self._directory,
+                arrays,
+                step=step,
+                progress=progress,
+                identity=run.identity,
+                write_model=lambda folder: save_run(run, averaged(arrays), folder),
+            )
+            rotate(self._directory, limit=run.config.save_total_limit, protect=protect)
+            return path
+
+        return write
+
+    def _progress(self) -> dict[str, Any]:
         schedule, growing = self.run.schedule, self.run.data.train.growing
-        progress = {
+        return {
             "loader": dataclasses.asdict(self._position),
             "trainer_state": {
                 name: getattr(self.state, name)
@@ -337,18 +388,6 @@ class TrainLoop:
             "config": self.run.config.model_dump(mode="json"),
             "total_steps": self.run.total_steps,
         }  # fmt: skip
-        saved = save_checkpoint(
-            self._directory,
-            self.arrays,
-            step=step,
-            progress=progress,
-            identity=self.run.identity,
-            write_model=lambda folder: save_run(self.run, averaged(self.arrays), folder),
-        )
-        best = self.state.best_model_checkpoint
-        protect = [Path(best)] if best is not None else []
-        rotate(self._directory, limit=self.run.config.save_total_limit, protect=protect)
-        return saved
 
     def finish(self) -> None:
         """The checkpoint of the end, which is always saved."""
@@ -377,3 +416,13 @@ class TrainLoop:
             hook, self.run.config, self.state, self.control, model=self.run.model,
             processing_class=self.run.processing_class, **kwargs,
         )  # fmt: skip
+
+
+def _done(work: Callable[[], Path]) -> Future[Path]:
+    """Work that is done at once, as a future."""
+    found: Future[Path] = Future()
+    try:
+        found.set_result(work())
+    except CheckpointError as error:
+        found.set_exception(error)
+    return found

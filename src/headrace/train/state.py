@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from headrace.errors import AdapterError
@@ -77,3 +78,21 @@ def compute_dtypes(params: Mapping[str, Array], trainable: Iterable[str]) -> dic
 def cast_params(trainable: Mapping[str, Array], dtypes: Mapping[str, jnp.dtype]) -> Params:
     """Float32 masters in the model's dtype."""
     return {key: value.astype(dtypes[key]) for key, value in trainable.items()}
+
+
+def host_copy(state: TrainState) -> TrainState:
+    """The same state as NumPy arrays in memory of their own; the next step may donate the original.
+
+    Costs the state's bytes in host memory and waits for the last step. The rng stays a key.
+    """
+    leaves = jax.tree.leaves(state)
+    for leaf in leaves:
+        leaf.copy_to_host_async()
+
+    def copied(leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = np.array(jax.random.key_data(leaf), copy=True)
+            return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
+        return np.array(leaf, copy=True)  # on a CPU np.asarray would be the array's own memory
+
+    return jax.tree.map(copied, state)

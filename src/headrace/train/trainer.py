@@ -161,9 +161,10 @@ class Trainer:
         """Train to the end, or on from a checkpoint (a folder, or True for the newest).
 
         Ctrl-C and SIGTERM finish the step and save a checkpoint first. At the end the model is
-        saved to output_dir and read back with stock libraries. Raises TrainingError when steps stay
-        not finite, CheckpointError when the checkpoint is of another run. Of several processes that
-        train together one that disappears ends the others (`train.watch`).
+        saved to output_dir and read back with stock libraries. Raises ConfigError when output_dir
+        cannot be written, TrainingError when steps stay not finite, CheckpointError when the
+        checkpoint is of another run. Of several processes that train together one that disappears
+        ends the others (`train.watch`).
         """
         with watched_processes(self._last_checkpoint):
             return self._train(resume_from_checkpoint)
@@ -173,6 +174,7 @@ class Trainer:
         return str(found[-1]) if found else None
 
     def _train(self, resume_from_checkpoint: bool | str | None) -> TrainOutput:
+        _require_writable(Path(self.args.output_dir))
         run, config = self.run, self.args
         resume = config.resume_from_checkpoint if resume_from_checkpoint is None else None
         restored = self._restored(resume_from_checkpoint or resume)
@@ -475,6 +477,18 @@ class RewardTrainer(Trainer):
     """A reward model: one number a text, higher for the better of two answers."""
 
     config_class = RewardConfig
+
+
+def _require_writable(folder: Path) -> None:
+    """Before anything is loaded: a run that cannot save is no run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir {folder} cannot be made ({error.strerror}); name another folder"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir {folder} is not writable; name another, or change its mode")
 
 
 def _stopping(config: TrainConfig) -> list[TrainerCallback]:
