@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import httpx
 import pytest
 from conftest import tiny_llama
 from test_server import _Running
+from transformers import LlamaConfig
 
+from headrace.cli.serve import _planned_sizes
 from headrace.errors import ConfigError, ServeError
 from headrace.serve import Engine, EngineOptions, SamplingParams, capture_for_serving
 from headrace.serve.api import ServerOptions, run_server
@@ -162,15 +165,41 @@ def test_bench_counts_what_the_server_counts(engine: Engine) -> None:
 
 
 def test_the_vllm_command_fits_the_folder_and_the_slice(folder: Path, tmp_path: Path) -> None:
-    handover = prepare(folder, None, slice_name="v6e-4", max_model_len=128)
+    sizes = _planned_sizes(str(folder), None, "v6e-4", 128)
+    handover = prepare(folder, None, sizes=sizes)
     assert handover.command[:3] == ("vllm", "serve", str(folder.resolve()))
     text = str(handover)
-    assert "--tensor-parallel-size 1" in text
-    assert "--max-model-len 128" in text
-    with pytest.raises(ConfigError, match="slice 'v9-1'"):
-        prepare(folder, None, slice_name="v9-1")
+    assert "--tensor-parallel-size 1 --max-model-len 128" in text
+    assert "--max-num-seqs 256" in text
+    assert "start it 4 times" in text
+    with pytest.raises(ConfigError, match="v9-1"):
+        _planned_sizes(str(folder), None, "v9-1", None)
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text('{"architectures": ["A", "B"]}')
-    with pytest.raises(ConfigError, match=r"(?s)exactly one class.*no safetensors.*no tokenizer"):
-        prepare(broken, None, slice_name="v6e-4")
+    with pytest.raises(
+        ConfigError, match=r"(?s)exactly one class.*no safetensors.*no tokenizer.*do not fit v6e-4"
+    ):
+        prepare(broken, None, sizes=replace(sizes, fits=False))
+
+
+def test_a_large_model_is_divided_as_the_planner_says(tmp_path: Path) -> None:
+    """A 70B Llama: 141 GB of bfloat16 weights on chips of 32 GiB need all eight of v6e-8."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(str(tmp_path))
+    sizes = _planned_sizes(str(tmp_path), None, "v6e-8", None)
+    assert (sizes.tensor, sizes.max_model_len, sizes.fits) == (8, 8192, True)
+    assert 16 <= sizes.max_num_seqs <= 256
+    assert sizes.max_num_batched_tokens == 1024  # 918 Tflop/s over 1.64 TB/s: 560 tokens
+    assert 0.85 <= sizes.memory_share <= 0.95
+    assert not _planned_sizes(str(tmp_path), None, "v6e-4", None).fits

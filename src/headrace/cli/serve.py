@@ -15,6 +15,7 @@ from headrace.cli import engine as shared
 if TYPE_CHECKING:
     from headrace.serve import Engine
     from headrace.serve.pooling import PoolingEngine
+    from headrace.serve.vllm import Sizes
 
 
 def serve(
@@ -212,9 +213,8 @@ def _vllm(
     from headrace.serve.vllm import check_parity, prepare
 
     if check is None:
-        handover = prepare(
-            model, output, slice_name=slice_name, base=base, max_model_len=max_model_len
-        )
+        sizes = _planned_sizes(model, base, slice_name, max_model_len)
+        handover = prepare(model, output, sizes=sizes, base=base)
         typer.echo(str(handover))
         return 0
     options = {"base": base, "dtype": dtype, "max_num_seqs": 1, "warm_up": False}
@@ -223,3 +223,41 @@ def _vllm(
         parity = check_parity(running, check, PROBES, adapter=names[0] if names else None)
     typer.echo(str(parity))
     return 0
+
+
+def _planned_sizes(
+    model: str, base: str | None, slice_name: str, max_model_len: int | None
+) -> Sizes:
+    """What the planner chooses for vLLM on a slice; reads config.json only."""
+    from headrace.config import TrainConfig
+    from headrace.plan.serving import Traffic, serving_plan
+    from headrace.plan.shape import read_model_config
+    from headrace.serve.vllm import Sizes
+    from headrace.weights import find_adapter
+
+    adapter = find_adapter(model)
+    source = model if adapter is None else str(base or adapter.base_model_name_or_path)
+    config = read_model_config(source)
+    positions = config.get("text_config", config).get("max_position_embeddings")
+    longest = max_model_len or min(int(positions or 4096), 8192)
+    plan = serving_plan(
+        TrainConfig(model_name_or_path=source), slice_name, traffic=Traffic(longest=longest)
+    )
+    chip = plan.hardware.chip
+    # Prompt tokens a step at which products take as long as reading the weights: fewer waste
+    # bandwidth, many more make running answers wait.
+    ridge = chip.flops / chip.hbm_bandwidth * plan.item / 2
+    streams = min(256, max(1, plan.most_streams))
+    sequences = 1 << (streams.bit_length() - 1)
+    memory = plan.memory
+    share = (memory["weights"] + memory["keys and values"]) / chip.hbm_bytes
+    return Sizes(
+        slice_name=plan.hardware.name,
+        chips=plan.hardware.num_devices,
+        tensor=plan.tensor,
+        max_model_len=longest,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=max(sequences, 1 << (int(ridge) - 1).bit_length()),
+        memory_share=round(share, 2),
+        fits=plan.cache_tokens >= longest,
+    )

@@ -4,7 +4,7 @@ vLLM runs its own models in an environment that cannot be shared with this one, 
 imported: it gets a merged checkpoint, is started by the printed command (pip or container), and is
 then asked over HTTP.
 
-Knows: checkpoint files, command lines, slices. Does not know: vLLM's code.
+Knows: checkpoint files, command lines. Does not know: slices (`headrace.plan`), vLLM's code.
 """
 
 from __future__ import annotations
@@ -18,10 +18,23 @@ from typing import Any
 
 from headrace.errors import ConfigError, ServeError
 
-# HBM of one chip in GiB and cores that JAX shows, by accelerator.
-CHIP_GIB = {"v5e": 16, "v5litepod": 16, "v5p": 95, "v6e": 32, "v7x": 192}
 IMAGE = "vllm/vllm-tpu:latest"
-MEMORY_SHARE = 0.90  # compiled programs need several GiB beside weights and cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What vLLM is started with. tensor: chips of one copy of the model; chips: of the slice;
+    memory_share: of a chip's memory, for weights and cache. fits: whether the context has room.
+    """
+
+    slice_name: str
+    chips: int
+    tensor: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory_share: float
+    fits: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,45 +63,41 @@ def prepare(
     model: str | Path,
     output_dir: str | Path | None,
     *,
-    slice_name: str,
+    sizes: Sizes,
     base: str | None = None,
-    max_model_len: int | None = None,
-    max_num_seqs: int = 64,
-    max_num_batched_tokens: int = 1024,
     port: int = 8000,
 ) -> Handover:
     """Merge an adapter if `model` is one, check the folder, and write the command.
 
-    slice_name: such as v6e-8. output_dir: where a merged checkpoint goes; needed for adapters.
-    Raises ConfigError for a folder that vLLM would refuse or a slice that is too small, all
-    problems at once.
+    output_dir: where a merged checkpoint goes; needed for adapters. Raises ConfigError for a folder
+    that vLLM would refuse or a slice that is too small, all problems at once.
     """
     from headrace.weights import find_adapter, merge_adapter
 
-    kind, chips = _slice(slice_name)
     folder = Path(model)
     if find_adapter(folder) is not None:
         if output_dir is None:
             raise ConfigError(f"{model} is an adapter; --output says where the merged model goes")
         folder = merge_adapter(folder, output_dir, base=base).path
-    config, problems = _check_folder(folder)
-    text = config.get("text_config") or config
-    longest = max_model_len or min(int(text.get("max_position_embeddings") or 4096), 8192)
-    gib = sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 2**30
-    tensor = _tensor_parallel(text, kind, chips, gib, problems)
+    problems = _check_folder(folder)
+    if not sizes.fits:
+        problems.append(
+            f"weights and {sizes.max_model_len} tokens do not fit {sizes.slice_name}; take a "
+            "larger slice or a smaller --max-model-len"
+        )
     if problems:
         raise ConfigError(f"vLLM cannot serve {folder}:\n  " + "\n  ".join(problems))
     options = [
         "--tensor-parallel-size",
-        str(tensor),
+        str(sizes.tensor),
         "--max-model-len",
-        str(longest),
+        str(sizes.max_model_len),
         "--max-num-batched-tokens",
-        str(max_num_batched_tokens),
+        str(sizes.max_num_batched_tokens),
         "--max-num-seqs",
-        str(max_num_seqs),
+        str(sizes.max_num_seqs),
         "--gpu-memory-utilization",
-        str(MEMORY_SHARE),
+        str(sizes.memory_share),
         "--port",
         str(port),
     ]
@@ -103,7 +112,8 @@ def prepare(
         container=tuple(container),
         environment=env,
         notes=(
-            f"weights {gib:.1f} GiB on {tensor} of {chips} {kind} chips",
+            f"one copy of the model on {sizes.tensor} of the {sizes.chips} chips of "
+            f"{sizes.slice_name}; start it {sizes.chips // sizes.tensor} times to use all",
             "vLLM on TPU refuses seed with temperature > 0, and takes but does not apply min_p,",
             "penalties and logit_bias; headrace serve applies them",
             f"then: headrace serve {shlex.quote(str(folder))} --engine vllm --check "
@@ -112,15 +122,7 @@ def prepare(
     )
 
 
-def _slice(name: str) -> tuple[str, int]:
-    kind, _, count = name.partition("-")
-    if kind not in CHIP_GIB or not count.isdigit() or int(count) < 1:
-        known = ", ".join(f"{k}-8" for k in CHIP_GIB)
-        raise ConfigError(f"slice {name!r} is not known; it is a kind and chips, such as {known}")
-    return kind, int(count)
-
-
-def _check_folder(folder: Path) -> tuple[dict[str, Any], list[str]]:
+def _check_folder(folder: Path) -> list[str]:
     problems: list[str] = []
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json; give a model or adapter folder")
@@ -131,26 +133,7 @@ def _check_folder(folder: Path) -> tuple[dict[str, Any], list[str]]:
         problems.append("it holds no safetensors files")
     if not (folder / "tokenizer_config.json").is_file():
         problems.append("it holds no tokenizer")
-    return config, problems
-
-
-def _tensor_parallel(
-    text: dict[str, Any], kind: str, chips: int, gib: float, problems: list[str]
-) -> int:
-    """The smallest power of two of chips that holds the weights with room for the cache."""
-    heads = int(text.get("num_attention_heads") or 1)
-    room = CHIP_GIB[kind] * MEMORY_SHARE
-    size = 1
-    while size < chips and gib * 1.3 / size > room:
-        size *= 2
-    size = min(size, chips)
-    if gib / size > room:
-        problems.append(
-            f"its weights take {gib:.0f} GiB; {chips} {kind} chips have {room * chips:.0f} usable"
-        )
-    if heads % size:
-        problems.append(f"{heads} attention heads cannot be split over {size} chips")
-    return size
+    return problems
 
 
 @dataclass(frozen=True, kw_only=True)
