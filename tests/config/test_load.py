@@ -277,3 +277,13 @@ def test_peft_config_is_pefts_own() -> None:
     classifier = peft_config(ClassificationConfig(use_peft=True))
     assert classifier is not None
     assert (classifier.task_type, classifier.target_modules) == ("SEQ_CLS", "all-linear")
+
+
+def test_quantised_bases_by_the_names_of_others() -> None:
+    with pytest.warns(UserWarning, match="load_in_4bit"):
+        four = TrainConfig(use_peft=True, load_in_4bit=True)
+    with pytest.warns(UserWarning, match="quantization_bit"):
+        eight = TrainConfig(use_peft=True, quantization_bit=8)
+    assert (four.quantization, eight.quantization) == ("nf4", "int8")
+    with pytest.raises(ConfigError, match="'fp4' is not supported; needs nf4"):
+        TrainConfig(use_peft=True, bnb_4bit_quant_type="fp4")
