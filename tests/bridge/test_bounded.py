@@ -220,9 +220,46 @@ class Carries(nn.Module):
         return total
 
 
+class AsksOther(nn.Module):
+    """Writes the rows of one mask, unless another selects nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for place in (x[:, 0] > 0).nonzero():
+            (first,) = torch.where(x[:, 1] > 0)
+            if first.numel() == 0:
+                continue
+            (second,) = torch.where(x[:, 2] > 0)
+            out.index_add_(0, second, x[second] * x[place])
+        return out
+
+
+def test_a_turn_that_goes_on_early_writes_nothing() -> None:
+    model, x = AsksOther(), torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    jm = hr.to_jax(model, (x,), dynamic=False)
+    for case in (x, x * torch.tensor([1.0, 0, 1]), x * torch.tensor([1.0, 1, 0]), -x.abs()):
+        found = jm.apply({}, {}, case.numpy())[0]
+        np.testing.assert_allclose(found, model(case), rtol=1e-5, atol=1e-6)
+
+
+class AsksLate(nn.Module):
+    """Asks about one mask when it has selected with another: refused."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for place in (x[:, 0] > 0).nonzero():
+            (second,) = torch.where(x[:, 2] > 0)
+            (first,) = torch.where(x[:, 1] > 0)
+            if first.numel() == 0:
+                continue
+            out.index_add_(0, second, x[second] * x[place])
+        return out
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
+        (AsksLate, "has selected with a third one"),
         (Mixes, "aten.softmax.int .* mixes rows"),
         (Returns, "is a result of the model"),
         (Counts, "as a number"),

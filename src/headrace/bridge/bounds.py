@@ -85,7 +85,7 @@ def bounded_sizes(notes: list[str]) -> Generator[None]:
 
 @contextlib.contextmanager
 def answered_sizes(
-    asked: Callable[[set[sympy.Symbol], FrameType], bool] | None = None,
+    asked: Callable[[set[sympy.Symbol], FrameType, bool], bool] | None = None,
 ) -> Generator[None]:
     """While this is open, a size that depends on values counts as neither 0 nor 1.
 
@@ -102,7 +102,9 @@ def answered_sizes(
             open_ = set(free_unbacked_symbols(expression))
             answer = _answer(expression) if open_ <= set(env.size_like) else None
             frame = _asking_frame()
-            if answer is None or (frame is not None and (asked is None or not asked(open_, frame))):
+            if answer is None or (frame is not None and asked is None):
+                raise
+            if frame is not None and asked is not None and not asked(open_, frame, bool(answer)):
                 raise
             return answer
 
@@ -136,6 +138,7 @@ class _Selections(TorchFunctionMode):
         self._lists: dict[int, tuple[Tensor, Tensor]] = {}  # id of an index list -> (it, its mask)
         self._gates: list[Tensor] = []
         self._gated: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._selected: list[Tensor] = []  # by the open turns
         self._turns = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,6 +164,8 @@ class _Selections(TorchFunctionMode):
             size = part.shape[0] if part.ndim else 0
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                 self._masks[size.node.expr] = mask
+            if self._gates:
+                self._selected.append(mask)
             self._lists[id(part)] = (part, mask)
         return result
 
@@ -192,19 +197,33 @@ class _Selections(TorchFunctionMode):
             hit = mask.select(0, place) != 0
             self._turns += 1
             number = self._turns
-            gate = torch.ops.headrace.turn(hit, number, True)
-            self._gates.append(gate)
+            gates, selected = len(self._gates), len(self._selected)
+            self._gates.append(torch.ops.headrace.turn(hit, number, True))
             row = torch.tensor([place], dtype=torch.int64)
             yield row if tensor.ndim == 2 else row[0]
-            self._gates.pop()
+            del self._gates[gates:], self._selected[selected:]
             torch.ops.headrace.turn(hit, number, False)
 
-    def asked(self, sizes: set[sympy.Symbol], frame: FrameType) -> bool:
-        """Whether the model may ask: freely in a turn, which then writes nothing; else checked."""
+    def asked(self, sizes: set[sympy.Symbol], frame: FrameType, answer: bool) -> bool:
+        """Whether the model may ask: freely in a turn, which then selects nothing; else checked.
+
+        A turn that asks about one mask may not write the rows that it selected with another before.
+        """
         if not sizes <= self._masks.keys():
             return False
         if not self._gates:
             self._require(sizes, frame)
+            return True
+        masks = [self._masks[s] for s in sizes]
+        others = [m for m in self._selected if not any(m is own for own in masks)]
+        if others or not _skips_only(frame.f_code, frame.f_lineno, answer):
+            raise CaptureError(
+                f"{frame.f_code.co_filename}:{frame.f_lineno} asks in a loop over the places of a "
+                "mask whether another mask selects anything, and does more than go on to the next "
+                "place, or has selected with a third one before.\n"
+                "Needed: `if index.numel() == 0: continue` right behind the selection."
+            )
+        self._gates += [mask.ne(0).any() for mask in masks]
         return True
 
     def _require(self, sizes: set[sympy.Symbol], frame: FrameType) -> None:
@@ -266,11 +285,9 @@ _TORCH = torch.__path__[0]
 def _loop_problem(code: CodeType, line: int) -> str:
     """Why the `for` at this line cannot run for places that are not hit; "" when it can."""
     try:
-        lines, first = inspect.getsourcelines(code)
+        tree = _tree(code)
     except OSError:
         return "its source cannot be read"
-    tree = ast.parse(textwrap.dedent("".join(lines)))
-    ast.increment_lineno(tree, first - 1)
     loops = [
         n
         for n in ast.walk(tree)
@@ -279,6 +296,25 @@ def _loop_problem(code: CodeType, line: int) -> str:
     if len(loops) != 1 or _wraps(loops[0].iter):
         return "counts them or keeps them in a list"
     return _body_problem(tree, loops[0])
+
+
+@functools.cache
+def _skips_only(code: CodeType, line: int, answer: bool) -> bool:
+    """Whether the `if` at this line does nothing in the other case but go on to the next turn."""
+    found = [
+        n
+        for n in ast.walk(_tree(code))
+        if isinstance(n, ast.If) and n.test.lineno <= line <= (n.test.end_lineno or 0)
+    ]
+    if len(found) != 1 or found[0].orelse or not isinstance(found[0].test, ast.Compare):
+        return False
+    return answer or [type(n) for n in found[0].body] == [ast.Continue]
+
+
+def _tree(code: CodeType) -> ast.AST:
+    lines, first = inspect.getsourcelines(code)
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    return ast.increment_lineno(tree, first - 1)
 
 
 def _wraps(iterable: ast.expr) -> bool:
