@@ -147,6 +147,7 @@ def side_by_side(model: Path, args: argparse.Namespace, out: Path) -> dict[str, 
             print(
                 f"round {i + 1} {kind:<13} {report.output_throughput:8.1f} output tokens/s  "
                 f"ttft p50 {report.times['ttft'].get('p50', 0):8.1f} ms  "
+                f"first text {report.times['first_text'].get('p50', 0):8.1f} ms  "
                 f"tpot p50 {report.times['tpot'].get('p50', 0):7.2f} ms  "
                 f"{report.completed} done, {report.failed} failed  ready in {server.seconds:.1f} s"
                 + (f"  {report.first_error}" if report.first_error else ""),
@@ -261,15 +262,15 @@ def main() -> None:
         medians = {
             kind: (
                 statistics.median(r.output_throughput for r in reports),
-                statistics.median(r.times["ttft"].get("p50", float("nan")) for r in reports),
+                statistics.median(r.times["first_text"].get("p50", float("nan")) for r in reports),
             )
             for kind, reports in found.items()
         }
         for kind, (rate, ttft) in medians.items():
-            print(f"{kind:<13} median: {rate:.1f} output tokens/s, ttft p50 {ttft:.1f} ms")
+            print(f"{kind:<13} median: {rate:.1f} output tokens/s, first text p50 {ttft:.1f} ms")
         if "transformers" in medians:
             (a, x), (b, y) = medians["headrace"], medians["transformers"]
-            print(f"output tokens/s: {a / b:.2f} times the peer's; ttft: {x / y:.2f} of the peer's")
+            print(f"output tokens/s: {a / b:.2f} times the peer's; first text: {x / y:.2f} of it")
         result["servers"] = {k: [json.loads(r.as_json()) for r in v] for k, v in found.items()}
     rate = bandwidth()
     print(f"memory bandwidth: {rate / 1e9:.1f} GB/s (compiled sum)")

@@ -143,7 +143,7 @@ def _show(reports: list[BenchReport]) -> None:
     row("requests/s", [f"{r.request_throughput:.2f}" for r in reports])
     if any(r.goodput is not None for r in reports):
         row("goodput requests/s", [f"{r.goodput or 0:.2f}" for r in reports])
-    for kind in ("ttft", "tpot", "itl", "e2el"):
+    for kind in ("ttft", "first_text", "tpot", "itl", "e2el"):
         for rank in ("mean", "p50", "p90", "p99"):
             values = [f"{r.times[kind].get(rank, float('nan')):.1f}" for r in reports]
             row(f"{kind} {rank} ms", values)

@@ -1,9 +1,10 @@
 """Load on any OpenAI-style server, and what its answers took.
 
-Definitions are those of `vllm bench serve`: TTFT is from sending to the first chunk with a choice,
-ITL the gap between chunks, TPOT (end - first chunk) / (output tokens - 1), tokens as the server's
-usage counts them, goodput the requests that meet every limit given. Warm-up requests are sent
-before and not counted. Times are seconds, rates are per second of wall time.
+Definitions are those of `vllm bench serve`: TTFT is from sending to the first chunk with a choice
+(which some servers send empty at once: first_text is the time to one with text), ITL the gap
+between chunks, TPOT (end - first chunk) / (output tokens - 1), tokens as the server's usage counts
+them, goodput the requests that meet every limit given. Warm-up requests are sent before and not
+counted. Times are seconds, rates are per second of wall time.
 
 Knows: HTTP, clocks. Does not know: which engine answers.
 """
@@ -53,6 +54,7 @@ class Measured:
 
     sent: float = 0.0
     ttft: float = 0.0
+    first_text: float = 0.0
     end: float = 0.0
     gaps: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -200,11 +202,19 @@ async def _read(answer: Any, found: Measured) -> None:
             found.ttft = now - found.sent
         else:
             found.gaps.append(now - last)
+        if not found.first_text and _has_text(data["choices"][0]):
+            found.first_text = now - found.sent
         last, chunks = now, chunks + 1
     found.end = last
     found.output_tokens = found.output_tokens or chunks
     if not chunks:
         found.error = "the stream had no chunk with a choice"
+
+
+def _has_text(choice: Mapping[str, Any]) -> bool:
+    """Whether a chunk brings something to read; some servers send an empty one at once."""
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text") or delta.get("content") or delta.get("reasoning_content"))
 
 
 def _report(
@@ -220,6 +230,7 @@ def _report(
     prompts = sum(r.prompt_tokens for r in done)
     times = {
         "ttft": _summary([r.ttft for r in done]),
+        "first_text": _summary([r.first_text for r in done if r.first_text]),
         "tpot": _summary([r.tpot for r in done if r.output_tokens > 1]),
         "itl": _summary([gap for r in done for gap in r.gaps]),
         "e2el": _summary([r.end - r.sent for r in done]),
