@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,6 @@ def capture_for_serving(
             f"{type(model).__name__} is an encoder-decoder; the engine serves decoders. "
             "`headrace eval` answers with it"
         )
-    model.requires_grad_(False)
     roll = jax.default_backend() != "cpu" if roll is None else roll
     module = _capture(model, roll=roll)
     if roll and shares_across_loop(module.program):
@@ -194,7 +193,8 @@ def _quantized(
     module: JaxModule, params: Mapping[str, Array], head: Head | None, format_name: str
 ) -> dict[str, Any]:
     """The weights with those of linear layers as codes and scales; one in both forms at a time."""
-    chosen = quantizations(module, format_name)
+    frozen = replace(module.layout, trainable=frozenset[str]())  # nothing is trained here
+    chosen = quantizations(replace(module, layout=frozen), format_name)
     kept = {head.weight_key, head.bias_key} if head is not None else set[str | None]()
     store = jax.jit(quantize, static_argnums=1)
     return {
