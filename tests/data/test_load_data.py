@@ -134,6 +134,9 @@ def test_the_report_reads_well_within_100_columns(chat_tokenizer: PreTrainedToke
     assert "1 read, 1 kept (0 cut, 0 dropped)" in text
     assert ">>Paris Paris" in text
     assert "<|im_end|><<" in text
+    narrow = data.train.report.text(60).splitlines()
+    assert max(map(len, narrow)) <= 60
+    assert all(line == line.rstrip() for line in (*lines, *narrow)), "no trailing blanks in a log"
 
 
 def test_columns_that_nothing_reads_are_said(tokenizer: PreTrainedTokenizerFast) -> None:

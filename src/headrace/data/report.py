@@ -96,10 +96,14 @@ class DataReport:
         return text
 
     def __str__(self) -> str:
-        console = Console(width=100, no_color=True, force_terminal=False)
+        return self.text()
+
+    def text(self, width: int = 100) -> str:
+        """The report in lines of at most `width` characters, nothing trailing."""
+        console = Console(width=width, no_color=True, force_terminal=False)
         with console.capture() as capture:
             console.print(self)
-        return capture.get()
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def length_percentiles(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:

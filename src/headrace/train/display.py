@@ -66,6 +66,11 @@ class Display:
             self._task = self._bar.add_task("train", total=total, text="")
             self._bar.start()
 
+    @property
+    def width(self) -> int:
+        """Characters in a line; a log file has 100."""
+        return self.console.width if self.console.is_terminal else 100
+
     def advance(self, step: int) -> None:
         """The run has done `step` steps; draws only on a terminal."""
         if self._bar is not None and self._task is not None:

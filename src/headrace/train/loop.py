@@ -136,7 +136,7 @@ class TrainLoop:
         growing = self.run.data.train.growing
         report = None if growing is None else growing.report()
         if report is not None:
-            self._say(str(report).rstrip())
+            self._say(report.text(self._display.width))
         try:
             return next(steps)
         except DataError:

@@ -207,6 +207,7 @@ def _histogram(lengths: np.ndarray) -> str:
     figure, axes = _figure("Tokens of an example")
     axes.hist(np.asarray(lengths), bins=40, color="#2563a8", alpha=0.8)
     axes.set_ylabel("examples", fontsize=8, color="#777777")
+    axes.yaxis.get_major_locator().set_params(integer=True)
     return _svg(figure, "lengths")
 
 

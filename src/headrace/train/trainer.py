@@ -331,7 +331,8 @@ class Trainer:
             self._say(f"adapter  {run.adapter}")
         for dataset in (run.data.train, run.data.eval):
             if dataset is not None:
-                self._say(str(dataset.report).rstrip())
+                width = self._display.width if self._display is not None else 100
+                self._say(dataset.report.text(width))
         shapes = ", ".join(f"{a} x {b} x {s}" for a, b, s in run.train_loader.shapes)
         count, per_epoch = len(run.train_loader.shapes), run.train_loader.steps_per_epoch
         known = "rows are still prepared" if per_epoch is None else f"{per_epoch:,} in an epoch"
