@@ -27,6 +27,7 @@ from headrace.config import ClassificationConfig, SFTConfig
 from headrace.errors import CheckpointError, ConfigError, DataError, TrainingError
 from headrace.train import SFTTrainer, durable, loop, programs
 from headrace.train.checkpoint import list_checkpoints
+from headrace.train.interrupt import Interrupt
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
@@ -198,6 +199,16 @@ def test_interrupted_and_resumed_is_bit_equal(
     lines, expected = log_lines(tmp_path), log_lines(out)
     assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
     assert [line["epoch"] for line in lines[2:]] == [line["epoch"] for line in expected[2:]]
+
+
+def test_the_first_ctrl_c_says_what_it_does_and_the_second_stops_at_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(KeyboardInterrupt, match="stopped at once"), Interrupt() as interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.received == signal.SIGINT
+        assert "finishing the step, then saving" in capfd.readouterr().err
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_sigterm_saves_and_exits(finished: tuple[SFTTrainer, Path, Any], tmp_path: Path) -> None:

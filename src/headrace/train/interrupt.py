@@ -7,6 +7,7 @@ Knows: signals. Does not know: what a step is.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -46,8 +47,12 @@ class Interrupt:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(
+                "Ctrl-C again: stopped at once; what was not in a checkpoint is lost"
+            )
         self.received = signal.Signals(number)
+        if number == signal.SIGINT:  # os.write: safe inside a handler
+            os.write(2, b"\nCtrl-C: finishing the step, then saving; once more stops at once\n")
 
     def leave(self, message: str) -> None:
         """End the program: KeyboardInterrupt after Ctrl-C; exit code 0 after SIGTERM.
