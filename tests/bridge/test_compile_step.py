@@ -363,6 +363,33 @@ def test_two_steps_on_one_model_hand_the_parameters_over() -> None:
     torch.testing.assert_close(hr.compile(model)(x), reference(x), rtol=1e-4, atol=1e-5)
 
 
+def test_windows_of_a_transposed_tensor_are_those_of_its_memory() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    eager = copy.deepcopy(model)
+
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer):
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            turned = model(x).t()  # [4, 5], and its memory still holds the rows of x
+            windows = turned.as_strided((3, 2, 4), (4, 4, 1))
+            loss = (windows * torch.arange(24.0).reshape(3, 2, 4)).sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, eager)]
+    compiled = hr.compile_step(make(model, optimizers[0]), model=model, optimizer=optimizers[0])
+    x = torch.randn(5, 3)
+    for _ in range(2):
+        np.testing.assert_allclose(
+            compiled(x).item(), make(eager, optimizers[1])(x).item(), rtol=1e-5
+        )
+    assert_same(eager.state_dict(), model.state_dict(), 1e-5)
+
+
 def test_unused_parameters_stay_as_they_are() -> None:
     model, reference = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]), None
     reference = copy.deepcopy(model)

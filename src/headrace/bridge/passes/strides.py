@@ -25,10 +25,15 @@ def follow_memory(program: Program) -> tuple[Program, list[str]]:
     if not any(n.target in _READS for n in program.graph.nodes):
         return program, []
     graph, _ = copy_graph(program.graph)
+    permute_sources(graph)
+    return replace(program, graph=graph), []
+
+
+def permute_sources(graph: fx.Graph) -> None:
+    """What `as_strided` reads, contiguous, in this very graph. Raises CaptureError."""
     for node in list(graph.nodes):
         if node.target in _READS:
             _permute(graph, node)
-    return replace(program, graph=graph), []
 
 
 def _hint(size: Any) -> int:

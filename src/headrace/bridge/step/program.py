@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 from headrace.bridge import lower
 from headrace.bridge.dtypes import tensor_to_numpy, to_jax_dtype
 from headrace.bridge.ops.registry import lookup
+from headrace.bridge.passes.strides import permute_sources
 from headrace.bridge.step.numbers import compiled, needs_only
 from headrace.bridge.step.state import Inventory, Key
 from headrace.bridge.step.trace import LIVE, Traced
@@ -84,6 +85,7 @@ def build(
     symbols = traced.number_symbols
     host = _lift_numbers(traced.graph, nodes, frozenset(symbols))
     _clean(traced.graph)
+    permute_sources(traced.graph)
     _check_supported(traced.graph)
     exits = nodes.exits()
     outs = nodes.results()
