@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -127,14 +128,25 @@ def _difference(regions: Sequence[Region], descriptions: Sequence[list[tuple[Any
         a, b = regions[i - 1].index, regions[i].index
         for k, (x, y) in enumerate(zip(left, right, strict=False)):
             if x != y:
-                return f"operator {k} of item {b} is {_short(y)}, of item {a} {_short(x)}"
+                return _parted(k, (a, x), (b, y))
         if len(left) != len(right):
             return f"item {a} has {len(left)} operators, item {b} has {len(right)}"
     return "too few equal items follow each other"
 
 
-def _short(description: Any) -> str:
-    return str(description)[:160]
+def _parted(k: int, left: tuple[int, Any], right: tuple[int, Any]) -> str:
+    """What differs first: the operator, its result, what it reads, or its other arguments."""
+    (a, x), (b, y) = left, right
+    if x[0] != y[0]:
+        return f"operator {k} is {y[0]} in item {b}, {x[0]} in item {a}"
+    for part, verb in ((3, "gives"), (1, "reads"), (2, "takes")):
+        if x[part] != y[part]:
+            return f"{x[0]} {verb} {_plain(y[part])} in item {b}, {_plain(x[part])} in item {a}"
+    return f"operator {k} differs in items {a} and {b}"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"torch\.|'", "", str(text))[:100]
 
 
 @dataclass(frozen=True, kw_only=True)
