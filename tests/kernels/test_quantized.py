@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwix
 
 from headrace.kernels.quantized import (
     NF4,
@@ -70,7 +71,6 @@ def test_values_are_those_of_the_formula(name: str, inputs: int, block: int) -> 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "nf4"])
 def test_codes_are_those_of_qwix(name: str) -> None:
-    qwix = pytest.importorskip("qwix")
     largest = {"int8": 127.5, "int4": 7.5, "nf4": 1.0}[name]
     weight = _weight(16, 128)
     # qwix keeps the scale in float32: an absmax whose scale bfloat16 holds makes both the same.
