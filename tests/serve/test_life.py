@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,9 @@ def test_a_second_signal_ends_at_once(engine: Engine) -> None:
     ):
         for i, part in enumerate(answer.iter_text()):
             text += part
-            if i in (0, 1):
+            if i == 0:  # the engine pauses, so that the answer cannot end by itself
+                engine._inbox.put((lambda: time.sleep(1.5), Future()))
+                running.server.handle_exit(signal.SIGTERM, None)
                 running.server.handle_exit(signal.SIGTERM, None)
     running.thread.join(10)
     assert not running.thread.is_alive()
