@@ -270,6 +270,8 @@ class OnHost:
 
 def like(array: np.ndarray, template: Array) -> Array:
     """Values laid out as `template`, in memory of their own."""
+    if not template.committed:  # as the first step's: committed ones would be another program
+        return jnp.array(array, copy=True)
     if template.is_fully_addressable:
         return jnp.copy(jax.device_put(array, template.sharding))
     return jax.make_array_from_callback(array.shape, template.sharding, lambda index: array[index])
