@@ -90,6 +90,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "shieldgemma2": {"mm_tokens_per_image": 4, "yes_token_index": 9, "no_token_index": 10},
     # At the last stage the feature map must not be smaller than a window.
     "swin": {"window_size": 2},
+    "swinv2": {"window_size": 2},
     "swiftformer": {"embed_dims": (16, 16, 32, 32)},
     "textnet": {"stem_out_channels": 8},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2},
