@@ -232,10 +232,14 @@ def test_unsupported_operators_are_listed_with_their_place() -> None:
 
 def test_data_dependent_python_is_refused_with_its_reason() -> None:
     class Branch(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + 1 if x.sum() > 0 else x - 1
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
 
-    with pytest.raises(CaptureError, match="branch on tensor values"):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if self.weight.sum() > 0 else x - 1
+
+    with pytest.raises(CaptureError, match=r"self\.weight\.sum\(\) > 0.*a parameter"):
         hr.to_jax(Branch(), (torch.ones(3),))
 
 

@@ -481,15 +481,16 @@ class RewardTrainer(Trainer):
 
 
 def _require_writable(folder: Path) -> None:
-    """Before anything is loaded: a run that cannot save is no run."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    """Before anything is loaded: a run that cannot save is no run. Makes nothing."""
+    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    if not there.is_dir():
         raise ConfigError(
-            f"output_dir {folder} cannot be made ({error.strerror}); name another folder"
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir {folder} is not writable; name another, or change its mode")
+            f"output_dir {folder} cannot be made: {there} is a file; name another folder"
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"output_dir {folder}: {there} is not writable; name another, or change its mode"
+        )
 
 
 def _stopping(config: TrainConfig) -> list[TrainerCallback]:
