@@ -38,7 +38,11 @@ print("agrees")
 
 def test_on_a_mesh_values_and_gradients_agree_and_nothing_is_gathered() -> None:
     flags = "--xla_force_host_platform_device_count=4"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
+    }
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "agrees", done.stderr
 

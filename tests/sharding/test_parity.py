@@ -29,7 +29,11 @@ CASES = [
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     flags = "--xla_force_host_platform_device_count=8"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
+    }
     program = [sys.executable, str(Path(__file__).parent / "mesh_program.py"), *CASES]
     done = subprocess.run(program, env=env, capture_output=True, text=True)
     found = [json.loads(line) for line in done.stdout.splitlines()]

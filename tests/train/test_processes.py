@@ -39,7 +39,12 @@ def _start(out: Path, model: str, mesh: object, rows: int, devices: int, **more:
         here=str(HERE), out=str(out), mesh=mesh, rows=rows, model=model, resume=resume, steps=steps
     )
     flags = f"--xla_force_host_platform_device_count={devices}"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **more}
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
+        **more,
+    }
     command = [sys.executable, "-c", program]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
