@@ -94,3 +94,18 @@ def test_fsmt_asks_whether_there_is_padding() -> None:
     model, inputs = zoo.build("seq2seq-lm", "fsmt")
     report = hr.check(model, inputs, operators=False, dynamic=False)
     assert report.ok, str(report)
+
+
+def test_a_number_in_an_assertion_is_the_examples() -> None:
+    class Lengths(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            lengths = mask.sum(-1)
+            assert lengths.max().item() <= x.shape[-1]  # as XLM and FlauBERT have it
+            return x * lengths[:, None]
+
+    x, mask = torch.randn(2, 4), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    jm = hr.to_jax(Lengths(), (x, mask))
+    assert any("not checked" in n for r in jm.program.history for n in r.notes)
+    for other in (mask, 1 - mask):  # nothing of the example is left in the program
+        found = jm(x.numpy(), other.numpy())
+        np.testing.assert_allclose(found, Lengths()(x, other).numpy(), rtol=1e-6)

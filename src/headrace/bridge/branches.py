@@ -72,19 +72,26 @@ class Branches(TorchFunctionMode):
                     self._given[node] = value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asks = func is Tensor.__bool__ or (func is Tensor.item and args[0].dtype is torch.bool)
+        asks = func is Tensor.__bool__ or func is Tensor.item
         if not asks or not isinstance(args[0], FakeTensor) or args[0].constant is not None:
             return func(*args, **(kwargs or {}))
         frame = _calling_frame()
         line = "" if frame is None else linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        is_number = func is Tensor.item and args[0].dtype is not torch.bool
         if line.strip().startswith("assert "):
-            self._note(f"not checked by the program: {line.strip()[:120]}")
-            return True
+            # a number in the assertion's own line goes nowhere else: the example's will do
+            answer: Any = self._value(args[0])[0] if is_number else True
+            if answer is not None:
+                self._note(f"not checked by the program: {line.strip()[:120]}")
+                return answer
+        if is_number:
+            return func(*args, **(kwargs or {}))
         where = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
         return self._decide(func, args[0], f"{where} asks `{line.strip()[:120]}`")
 
     def _decide(self, func: Any, condition: Tensor, where: str) -> Any:
-        value, reason = self._value(condition)
+        found, reason = self._value(condition)
+        value = None if found is None else bool(found)
         if value is None and func is Tensor.item:
             return func(condition)  # it may be used as a number
         if value is None:
@@ -101,8 +108,8 @@ class Branches(TorchFunctionMode):
         if note not in self._notes:
             self._notes.append(note)
 
-    def _value(self, condition: Tensor) -> tuple[bool | None, str]:
-        """The condition on the example, or what it depends on that has no fixed value."""
+    def _value(self, condition: Tensor) -> tuple[Any, str]:
+        """The number on the example, or None and what it depends on that is not fixed."""
         mode = get_proxy_mode()
         if mode is None:
             return None, "a tensor outside of the trace"
@@ -116,7 +123,7 @@ class Branches(TorchFunctionMode):
         if reason:
             return None, reason
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            return bool(_evaluated(node, needed, known, tracer.root)), ""
+            return _evaluated(node, needed, known, tracer.root).item(), ""
 
 
 def _node(tensor: Tensor, tracer: Any) -> fx.Node | None:
