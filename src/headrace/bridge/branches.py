@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from headrace.bridge.program import behind
 from headrace.errors import CaptureError
 
 _SYM_SIZE = torch.ops.aten.sym_size.int
@@ -133,16 +134,7 @@ def _node(tensor: Tensor, tracer: Any) -> fx.Node | None:
 
 def _needed(node: fx.Node) -> list[fx.Node]:
     """All nodes behind a value, writes into them included, in graph order."""
-    found: set[fx.Node] = set()
-    queue = [node]
-    while queue:
-        current = queue.pop()
-        if current in found:
-            continue
-        found.add(current)
-        queue += current.all_input_nodes
-        queue += _written(current)
-    return [n for n in node.graph.nodes if n in found]
+    return behind(node, lambda n: [*n.all_input_nodes, *_written(n)])
 
 
 def _written(node: fx.Node) -> list[fx.Node]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -185,6 +185,18 @@ def verify(program: Program) -> None:
         loop.body.lint()
         for user in node.users:
             assert user.target is operator.getitem, "a loop's results are taken apart one by one"
+
+
+def behind(node: fx.Node, parents: Callable[[fx.Node], Iterable[fx.Node]]) -> list[fx.Node]:
+    """A node and all that `parents` leads to from it, in graph order."""
+    found: set[fx.Node] = set()
+    queue = [node]
+    while queue:
+        current = queue.pop()
+        if current not in found:
+            found.add(current)
+            queue += parents(current)
+    return [n for n in node.graph.nodes if n in found]
 
 
 def place(node: fx.Node) -> str:

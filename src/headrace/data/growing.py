@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from headrace.config import TrainConfig
 from headrace.data.batches import FILLER, Batch, Rows, fingerprint
 from headrace.data.dataset import LONGEST_CHOSEN, Dataset, pad_token_id, shape_rows
-from headrace.data.loader import Loader, LoaderState, Step
+from headrace.data.loader import Loader, LoaderState, Step, endless
 from headrace.data.report import DataReport
 from headrace.data.stream import (
     PIECE,
@@ -221,11 +221,7 @@ class PieceLoader:
 
     def steps(self, state: LoaderState | None = None) -> Iterator[Step]:
         """Steps without end, from `state` on."""
-        state = state or LoaderState()
-        while True:
-            for step in self.epoch(state):
-                yield step
-                state = step.state
+        return endless(self.epoch, state or LoaderState())
 
     def epoch(self, state: LoaderState) -> Iterator[Step]:
         """The steps from `state` to the end of its epoch."""

@@ -10,7 +10,7 @@ Shapes: A = micro-batches in a step, B = rows in a micro-batch over all processe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -124,11 +124,7 @@ class Loader:
 
     def steps(self, state: LoaderState | None = None) -> Iterator[Step]:
         """Steps without end, from `state` on; the caller decides when it is enough."""
-        state = state or LoaderState()
-        while True:
-            for step in self.epoch(state):
-                yield step
-                state = step.state
+        return endless(self.epoch, state or LoaderState())
 
     def make_step(self, length: int, indices: np.ndarray, after: LoaderState, epoch: int) -> Step:
         """The arrays of these rows [A * B over all processes]; epoch: of what is drawn anew."""
@@ -142,6 +138,14 @@ class Loader:
         return Step(
             batch=batch, state=after, length=length, num_tokens=tokens, num_supervised=supervised
         )
+
+
+def endless(epoch: Callable[[LoaderState], Iterator[Step]], state: LoaderState) -> Iterator[Step]:
+    """Steps from `state` on, one epoch after the other. epoch: the steps to the end of one."""
+    while True:
+        for step in epoch(state):
+            yield step
+            state = step.state
 
 
 def _count(batch: Batch) -> tuple[int, int]:

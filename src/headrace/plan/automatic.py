@@ -113,6 +113,12 @@ def planned_step(
     return estimate(training_of(config, shape), local_candidate(config, here, length=length))
 
 
+def least_remat(training: Training, candidate: Candidate, here: Here) -> str:
+    """The policy that recomputes least and fits; the leanest when none fits."""
+    fitting = (p for p in _POLICIES if _fits(training, candidate.but(remat=p), here))
+    return next(fitting, _POLICIES[-1])
+
+
 def _choose(config: TrainConfig, training: Training, here: Here) -> Candidate:
     for tensor in (False, True):
         tried = list(_candidates(config, training, here, tensor=tensor))
@@ -170,4 +176,4 @@ def _fits(training: Training, candidate: Candidate, here: Here) -> bool:
     return sum(memory_by_cause(training, candidate).values()) <= _ROOM * here.memory
 
 
-__all__ = ["Here", "automatic_settings", "local_candidate", "planned_step"]
+__all__ = ["Here", "automatic_settings", "least_remat", "local_candidate", "planned_step"]

@@ -16,7 +16,7 @@ from typing import Any
 from headrace.config import TrainConfig
 from headrace.errors import ConfigError, PlanError
 from headrace.plan.analytic import Estimate, Training, estimate, training_of
-from headrace.plan.automatic import Here, automatic_settings, local_candidate
+from headrace.plan.automatic import Here, automatic_settings, least_remat, local_candidate
 from headrace.plan.candidate import Candidate, check_mesh
 from headrace.plan.compiler import Answer, Say, compile_all
 from headrace.plan.hardware import Slice, parse_slice
@@ -26,7 +26,6 @@ from headrace.plan.topology import compiler_obstacle
 from headrace.plan.workload import Workload, make_workload, plan_settings
 
 COMPILED_SPREAD = 1.15  # how far published step times lay from the replay, see docs/planning.md
-_REMAT = ("none", "dots", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +281,7 @@ def default_candidate(subject: Subject, slice_name: str) -> Candidate:
     config, _ = automatic_settings(config, subject.model_config, here)
     found = local_candidate(config, here)
     if config.activation_checkpointing == "auto":
-        found = found.but(remat=_first_fitting_remat(subject, found))
+        found = found.but(remat=least_remat(subject.training, found, here))
     return found
 
 
@@ -299,14 +298,6 @@ def _length(subject: Subject) -> int:
         step = config.pad_to_multiple_of
         usual = min(usual, math.ceil(2 * mean / step) * step)
     return min(usual, subject.shape.max_positions or usual)
-
-
-def _first_fitting_remat(subject: Subject, candidate: Candidate) -> str:
-    limit = 0.9 * candidate.hardware.chip.hbm_bytes
-    for policy in _REMAT:
-        if estimate(subject.training, candidate.but(remat=policy)).hbm_bytes <= limit:
-            return policy
-    return _REMAT[-1]
 
 
 def analytic_plan(subject: Subject, candidate: Candidate, *, why_not: str = "") -> Plan:

@@ -15,7 +15,7 @@ import torch.fx as fx
 from torch._ops import OpOverload
 
 import headrace.bridge.bounds  # noqa: F401  registers operators  # pyright: ignore[reportUnusedImport]
-from headrace.bridge.program import Program, copy_graph
+from headrace.bridge.program import Program, behind, copy_graph
 
 _CHECKS = ("_assert", "sym_constrain", "_assert_tensor_metadata", "_assert_scalar")
 _MASK = torch.ops.headrace.mask.default
@@ -169,16 +169,8 @@ def _drop_constant_segments(graph: fx.Graph) -> list[str]:
 
 def _ancestors(node: fx.Node) -> list[fx.Node]:
     """Tensor-value ancestors in graph order; sizes are leaves, for their value is only a number."""
-    found: set[fx.Node] = set()
-    queue = [node]
-    while queue:
-        current = queue.pop()
-        if current in found:
-            continue
-        found.add(current)
-        if current.target is not torch.ops.aten.sym_size.int:
-            queue += current.all_input_nodes
-    return [n for n in node.graph.nodes if n in found]
+    size = torch.ops.aten.sym_size.int
+    return behind(node, lambda n: () if n.target is size else n.all_input_nodes)
 
 
 def _is_constant(node: fx.Node, needed: list[fx.Node], size: int) -> bool:
