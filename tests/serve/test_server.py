@@ -49,8 +49,15 @@ class _Running:
 
 @pytest.fixture(scope="module")
 def server(engine: Engine) -> Iterator[_Running]:
-    options = ServerOptions(max_body_bytes=100_000, head_seconds=1.0, body_seconds=1.0)
-    running = _Running(engine, options)
+    running = _Running(engine, ServerOptions(max_body_bytes=100_000))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def impatient(engine: Engine) -> Iterator[_Running]:
+    """Apart from the others: a busy machine must not make an honest client a slow one."""
+    running = _Running(engine, ServerOptions(head_seconds=1.0, body_seconds=1.0))
     yield running
     running.stop()
 
@@ -354,20 +361,23 @@ def _adapter(folder: Path, seed: int) -> Path:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: "])
-def test_a_slow_head_is_cut_off(server: _Running, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.settimeout(20)
+def test_a_slow_head_is_cut_off(impatient: _Running, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", impatient.port)) as connection:
+        connection.settimeout(60)
         if sent:  # the second request of a connection that was fine
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             assert b" 200 " in connection.recv(300)
         start = time.monotonic()
+        closed = False
         with contextlib.suppress(OSError):  # the server may close before all is sent
-            for i in range(100):
+            for i in range(600):
                 connection.sendall(sent[i : i + 1] or b"a" * bool(sent))
                 time.sleep(0.05)
-                if time.monotonic() - start > 5 or _closed(connection):
+                closed = _closed(connection)
+                if closed:
                     break
-        assert 0.5 < time.monotonic() - start < 4
+            assert closed
+        assert time.monotonic() - start > 0.5
 
 
 def _closed(connection: socket.socket) -> bool:
@@ -377,14 +387,14 @@ def _closed(connection: socket.socket) -> bool:
     except BlockingIOError:
         return False
     finally:
-        connection.settimeout(20)
+        connection.settimeout(60)
 
 
-def test_a_slow_body_is_cut_off(server: _Running) -> None:
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+def test_a_slow_body_is_cut_off(impatient: _Running) -> None:
+    with socket.create_connection(("127.0.0.1", impatient.port)) as connection:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n"
         connection.sendall(head + b"content-type: application/json\r\n\r\n{")
-        connection.settimeout(20)
+        connection.settimeout(60)
         assert b" 408 " in connection.recv(300)
 
 
