@@ -200,7 +200,7 @@ def engine_alone(model: Path, args: argparse.Namespace, adapters: int) -> dict[s
                 best = {"step_ms": host + wait, "host_ms": host}
         weights = engine.model.num_bytes
         cache = sum(
-            e.shape(num_pages=1, page_size=1).bytes_a_token
+            e.shape(num_pages=1, page_size=1, kv_cache_dtype="auto").bytes_a_token
             for e in engine.model.entries.values()
             if e.writes
         )

@@ -9,8 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from headrace.errors import ConfigError
 from headrace.kernels.attention import attention
-from headrace.kernels.paged import PagedRows, PagedShape, empty_pages, paged_attention
+from headrace.kernels.paged import (
+    PagedRows,
+    PagedShape,
+    empty_pages,
+    paged_attention,
+    quantize_tokens,
+)
 
 N, K, H, SIZE, BLOCK, PAGES_A_ROW = 4, 2, 8, 4, 8, 40
 
@@ -25,11 +32,13 @@ def _reference(q: Any, k: Any, v: Any, **options: Any) -> np.ndarray:
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 5}, {"softcap": 3.0}, {"window": 130}, {"sinks": True}],
-    ids=["plain", "window", "softcap", "wide", "sinks"],
+    [{}, {"window": 5}, {"softcap": 3.0}, {"window": 130}, {"sinks": True}, {"int8": True}],
+    ids=["plain", "window", "softcap", "wide", "sinks", "int8"],
 )
 def test_a_ragged_step_equals_every_sequence_alone(options: dict[str, Any], layer: int) -> None:
     """Two decode rows, an empty one, a prompt over two blocks with padding; shuffled pages."""
+    options = dict(options)
+    int8 = options.pop("int8", False)
     rng = np.random.default_rng(0)
     lengths = {"a": 151, "b": 6, "prompt": 20}
     done = {"a": 150, "b": 5, "prompt": 7}  # tokens that earlier steps wrote
@@ -50,12 +59,22 @@ def test_a_ragged_step_equals_every_sequence_alone(options: dict[str, Any], laye
         key_size=H,
         value_size=H,
         dtype=jnp.dtype("float32"),
+        kv_cache_dtype="int8" if int8 else "auto",
     )
-    keys, values = (np.array(x) for x in empty_pages(shape, "gather"))
+    pages = tuple(np.array(x) for x in empty_pages(shape, "gather"))
+    exact = data
+    if int8:  # what is read is what the codes say
+        data = {name: [q, _rounded(k), _rounded(v)] for name, (q, k, v) in data.items()}
     for name, count in done.items():
         for i in range(count):
             page, at = tables[name][i // SIZE] + layer * 60, i % SIZE
-            keys[page, :, at], values[page, :, at] = data[name][1][i], data[name][2][i]
+            new: list[Any] = [exact[name][1][i], exact[name][2][i]]
+            if int8:
+                scales = [np.abs(x).max(-1) / 127 for x in new]
+                new = [x / s[:, None] for x, s in zip(new, scales, strict=True)]
+                new = [np.rint(x) for x in new] + scales
+            for old, x in zip(pages, new, strict=True):
+                old[page, :, at] = x
     order = [("a", 150), ("b", 5), (None, -1)]
     order += [("prompt", i) for i in range(7, 20)] + [(None, -1)] * 3
     positions = np.array([i for _, i in order], np.int32)
@@ -67,11 +86,11 @@ def test_a_ragged_step_equals_every_sequence_alone(options: dict[str, Any], laye
         if name is not None:
             rows[r, : len(tables[name])] = tables[name]
     token = [
-        np.stack([data[n][part][i] if n else np.zeros_like(data["a"][part][0]) for n, i in order])
+        np.stack([exact[n][part][i] if n else np.zeros_like(exact["a"][part][0]) for n, i in order])
         for part in range(3)
     ]
     sinks = jnp.asarray(rng.standard_normal(N), jnp.float32) if options.pop("sinks", 0) else None
-    out, (new_keys, _) = jax.jit(
+    out, (new_keys, *_) = jax.jit(
         lambda pages, q, k, v: paged_attention(
             pages,
             q,
@@ -89,7 +108,7 @@ def test_a_ragged_step_equals_every_sequence_alone(options: dict[str, Any], laye
             first_page=layer * 60,
             **options,
         )
-    )((keys, values), *token)
+    )(pages, *token)
     for i, (name, position) in enumerate(order):
         if name is None:
             assert np.all(np.asarray(out)[i] == 0)
@@ -98,6 +117,49 @@ def test_a_ragged_step_equals_every_sequence_alone(options: dict[str, Any], laye
         np.testing.assert_allclose(np.asarray(out)[i], want, rtol=2e-5, atol=2e-6)
     other = np.asarray(new_keys)[(1 - layer) * 60 + 1 : (1 - layer) * 60 + 60]
     assert np.all(other == 0), "another layer's pages were written"
+
+
+def _rounded(x_TKH: np.ndarray) -> np.ndarray:
+    """The numbers that int8 codes with a scale for each token and head stand for, in float64."""
+    wide = x_TKH.astype(np.float64)
+    scales = np.abs(wide).max(-1, keepdims=True) / 127
+    return (np.rint(wide / scales) * scales).astype(np.float32)
+
+
+def test_codes_are_within_half_a_step_of_the_numbers() -> None:
+    """Against float64, with heads of very different size, a head of zeros and a head of one."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((50, 3, 16)) * 10.0 ** rng.integers(-6, 6, (50, 3, 1))
+    x[0, 0], x[1, 1], x[1, 1, 3] = 0.0, 0.0, -7.0
+    codes, scales = (np.asarray(a) for a in quantize_tokens(jnp.asarray(x, jnp.float32)))
+    assert codes.dtype == np.int8
+    step = np.abs(x).max(-1, keepdims=True) / 127
+    error = np.abs(codes * scales.astype(np.float64)[..., None] - x)
+    assert np.all(error <= 0.5001 * step)
+    assert np.all(codes[0, 0] == 0)
+    assert codes[1, 1, 3] == -127
+    assert np.abs(codes).max() == 127
+
+
+def test_int8_pages_take_a_byte_a_number_and_a_scale_a_head() -> None:
+    sizes = {}
+    for kind in ("float32", "bfloat16", "int8"):
+        shape = PagedShape(
+            layers=3,
+            num_pages=5,
+            page_size=16,
+            num_kv_heads=8,
+            key_size=128,
+            value_size=64,
+            dtype=jnp.dtype("bfloat16" if kind == "int8" else kind),
+            kv_cache_dtype="int8" if kind == "int8" else "auto",
+        )
+        sizes[kind] = sum(x.nbytes for x in empty_pages(shape, "gather"))
+        assert sizes[kind] == shape.bytes_a_token * 5 * 16
+    scales = 3 * 5 * 16 * 8 * 2 * 4
+    assert sizes["int8"] - scales == sizes["bfloat16"] / 2 == sizes["float32"] / 4
+    with pytest.raises(ConfigError, match="int8 needs form='gather'"):
+        empty_pages(shape, "ragged")
 
 
 def test_shared_keys_are_read_and_not_written() -> None:

@@ -58,8 +58,13 @@ def test_bytes_by_hand(tmp_path):
     one = plan_of(tmp_path, "v5e-4", tensor=1)
     assert (one.replicas, one.token_bytes) == (4, 4 * 2 * 2 * head * 2)
     eight_bits = plan_of(tmp_path, "v5e-4", tensor=1, quantization="int8")
-    assert eight_bits.token_bytes * 2 == one.token_bytes
-    assert eight_bits.cache_tokens > one.cache_tokens
+    assert (eight_bits.token_bytes, eight_bits.weights * 2) == (one.token_bytes, one.weights)
+    cached = plan_of(tmp_path, "v5e-4", tensor=1, kv_cache_dtype="int8")
+    assert cached.token_bytes == 4 * 2 * 2 * (head + 4)
+    assert cached.cache_tokens > 1.7 * one.cache_tokens
+    assert cached.load(64).step < one.load(64).step
+    with pytest.raises(ConfigError, match="kv_cache_dtype 'fp8' is not known; it is auto or int8"):
+        plan_of(tmp_path, "v5e-4", kv_cache_dtype="fp8")
 
 
 def test_more_streams_give_more_tokens_and_slower_ones(tmp_path):
@@ -90,9 +95,13 @@ def test_too_small_a_slice_and_wrong_sizes(tmp_path):
 
 def test_the_command(tmp_path, capsys):
     recipe = ["plan", "--model_name_or_path", str(llama(tmp_path)), "--serve"]
-    assert run([*recipe, "--slice", "v6e-1,h100-1", "--format", "json"]) == 0
+    assert (
+        run([*recipe, "--slice", "v6e-1,h100-1", "--format", "json", "--kv-cache-dtype", "int8"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert [entry["slice"] for entry in found] == ["v6e-1", "h100-1"]
+    assert found[0]["kv_bytes_per_token_per_device"] == 4 * 2 * 2 * (32 + 4)
     assert found[0]["loads"][0]["usd_per_million_tokens"] > 0
     assert run([*recipe, "--slice", "v6e-1"]) == 0
     text = capsys.readouterr().out

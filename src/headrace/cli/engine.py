@@ -31,6 +31,9 @@ SEED: Any = typer.Option("--seed", help="Repeats an answer.")
 QUANTIZATION: Any = typer.Option(
     "--quantization", help="int8, int4 or nf4 for linear layers.", show_default="as stored"
 )
+KV_CACHE_DTYPE: Any = typer.Option(
+    "--kv-cache-dtype", help="auto (the model's) or int8 for keys and values."
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

@@ -58,6 +58,9 @@ def plan(
     prompt_tokens: Annotated[int, typer.Option(help="With --serve: mean prompt.", min=1)] = 1024,
     answer_tokens: Annotated[int, typer.Option(help="With --serve: mean answer.", min=1)] = 256,
     streams: Annotated[int, typer.Option(help="With --serve: answers at once.", min=1)] = 64,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="With --serve: auto, or int8 for keys and values in one byte.")
+    ] = "auto",
 ) -> int:
     """Plan a run: headrace plan config.yaml --slice v5p-8
 
@@ -79,7 +82,8 @@ def plan(
         console.print(f"note: {note}", style="yellow", markup=False)
     if serve:
         traffic = {"prompt": prompt_tokens, "answer": answer_tokens, "streams": streams}
-        return _serving(resolved.config, names, console, style, traffic, tensor, prices)
+        options = {"tensor": tensor, "kv_cache_dtype": kv_cache_dtype, "prices": prices}
+        return _serving(resolved.config, names, console, style, traffic, options)
     measured = _measured(resolved.config, console)
     if search:
         limits = {
@@ -118,8 +122,7 @@ def _serving(
     console: Console,
     style: str,
     traffic: dict[str, int],
-    tensor: int | None,
-    prices: str | None,
+    options: dict[str, Any],
 ) -> int:
     from headrace.plan.report import show_serving
     from headrace.plan.serving import Traffic, serving_plan
@@ -128,9 +131,7 @@ def _serving(
     asked = Traffic(**traffic, longest=longest)
     quantization = config.quantization
     plans = [
-        serving_plan(
-            config, name, traffic=asked, tensor=tensor, quantization=quantization, prices=prices
-        )
+        serving_plan(config, name, traffic=asked, quantization=quantization, **options)
         for name in names
     ]
     if style == "json":

@@ -65,6 +65,7 @@ def serve(
     base: Annotated[str | None, shared.BASE] = None,
     dtype: Annotated[str, shared.DTYPE] = "auto",
     quantization: Annotated[str | None, shared.QUANTIZATION] = None,
+    kv_cache_dtype: Annotated[str, shared.KV_CACHE_DTYPE] = "auto",
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", help="Time for running answers after SIGTERM.")
     ] = 30.0,
@@ -130,6 +131,7 @@ def serve(
             "--max-loras": max_loras,
             "--speculative-tokens": speculative_tokens,
             "--quantization": quantization,
+            "--kv-cache-dtype": kv_cache_dtype != "auto",
         }
         unused = [name for name, value in given.items() if value]
         if unused:
@@ -154,6 +156,7 @@ def serve(
             "prefix_caching": prefix_caching,
             "merge": merge,
             "quantization": quantization,
+            "kv_cache_dtype": kv_cache_dtype,
         },
     )
     default = running.adapters.names[0] if own is not None else None

@@ -8,6 +8,10 @@ a row; page 0 belongs to nobody and takes what padding writes.
 Two forms: `gather` (here) runs everywhere and reads the pages up to the longest live sequence in
 blocks, with a running softmax; `ragged` is jax's TPU kernel (`paged_tpu`).
 
+Pages keep the model's dtype, or int8 codes with a float32 scale for each token and head beside them
+(`gather` only). A scale is the same for all numbers of a key, so it moves out of both products: the
+codes are multiplied as they are, exact in every float dtype, and nothing is put back in full.
+
 Shapes: T = tokens of the step, R = rows, Q = queries a row, M = pages a sequence may have, P =
 pages, S = tokens a page, N = query heads, K = key/value heads, G = N / K, H = head size, L = keys
 read at a time.
@@ -27,8 +31,10 @@ from headrace.kernels.attention import traced_platform
 from headrace.kernels.attention_dense import accumulator_dtype
 
 PagedForm = Literal["gather", "ragged"]
+KVCacheDtype = Literal["auto", "int8"]
 KEYS_AT_A_TIME = {"cpu": 32}  # measured: smaller blocks stay in its cache
 KEYS_ELSEWHERE = 128
+SCALE_DTYPE = jnp.dtype("float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,10 @@ class PagedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedShape:
-    """What one cache holds. `layers` caches of a loop lie behind each other in one array."""
+    """What one cache holds. `layers` caches of a loop lie behind each other in one array.
+
+    dtype: of the model's keys and values. kv_cache_dtype: "auto" stores them so, "int8" as codes.
+    """
 
     layers: int
     num_pages: int
@@ -63,24 +72,42 @@ class PagedShape:
     key_size: int
     value_size: int
     dtype: jnp.dtype
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     @property
     def bytes_a_token(self) -> int:
         """Bytes that one token takes in all layers of this cache."""
-        wide = self.num_kv_heads * (self.key_size + self.value_size)
-        return self.layers * wide * self.dtype.itemsize
+        wide = self.key_size + self.value_size
+        if self.kv_cache_dtype == "int8":
+            return self.layers * self.num_kv_heads * (wide + 2 * SCALE_DTYPE.itemsize)
+        return self.layers * self.num_kv_heads * wide * self.dtype.itemsize
 
 
 def empty_pages(shape: PagedShape, form: PagedForm) -> tuple[Array, ...]:
-    """Arrays of zeros: (keys, values) [layers*P, K, S, H] for gather, one for ragged."""
+    """Arrays of zeros. gather: keys and values [layers*P, K, S, H], for int8 also their scales
+    [layers*P, K, S]. ragged: one array.
+    """
     pages = shape.layers * shape.num_pages
     if form == "ragged":
+        if shape.kv_cache_dtype != "auto":
+            raise ConfigError(f"paged attention in {shape.kv_cache_dtype} needs form='gather'")
         from headrace.kernels.paged_tpu import empty_ragged_pages
 
         return empty_ragged_pages(shape)
-    keys = (pages, shape.num_kv_heads, shape.page_size, shape.key_size)
-    values = (*keys[:3], shape.value_size)
-    return jnp.zeros(keys, shape.dtype), jnp.zeros(values, shape.dtype)
+    slots = (pages, shape.num_kv_heads, shape.page_size)
+    stored = jnp.int8 if shape.kv_cache_dtype == "int8" else shape.dtype
+    both = [jnp.zeros((*slots, size), stored) for size in (shape.key_size, shape.value_size)]
+    if shape.kv_cache_dtype == "int8":
+        both += [jnp.zeros(slots, SCALE_DTYPE) for _ in range(2)]
+    return tuple(both)
+
+
+def quantize_tokens(x_TKH: Array) -> tuple[Array, Array]:
+    """int8 codes [T, K, H] and float32 scales [T, K]: the largest number of a head becomes 127."""
+    wide = x_TKH.astype(SCALE_DTYPE)
+    scales = jnp.abs(wide).max(axis=-1) / 127
+    safe = jnp.where(scales == 0, 1, scales)
+    return jnp.round(wide / safe[..., None]).astype(jnp.int8), scales
 
 
 def paged_attention(
@@ -120,35 +147,46 @@ def paged_attention(
             softcap=softcap,
             first_page=first_page,
         )
-    keys, values = pages
     if k_TKH is not None and v_TKH is not None:
-        size = keys.shape[2]
-        page_T, offset_T = rows.slots_T // size + first_page, rows.slots_T % size
-        keys = keys.at[page_T, :, offset_T].set(k_TKH.astype(keys.dtype))
-        values = values.at[page_T, :, offset_T].set(v_TKH.astype(values.dtype))
+        pages = _written(pages, k_TKH, v_TKH, rows, first_page)
     D, options = rows.num_decode, (scale, window, softcap, sinks_N, first_page)
     T, N, H = q_TNH.shape
     parts: list[Array] = []
     if D:
         out = _attend(
-            q_TNH[:D, None], rows.positions_T[:D, None], rows.tables_RM[:D], keys, values, *options
+            q_TNH[:D, None], rows.positions_T[:D, None], rows.tables_RM[:D], pages, *options
         )
         parts.append(out[:, 0])
     if rows.num_blocks:
         q_RQNH = q_TNH[D:].reshape(rows.num_blocks, rows.block, N, H)
         positions_RQ = rows.positions_T[D:].reshape(rows.num_blocks, rows.block)
-        out = _attend(q_RQNH, positions_RQ, rows.tables_RM[D:], keys, values, *options)
+        out = _attend(q_RQNH, positions_RQ, rows.tables_RM[D:], pages, *options)
         parts.append(out.reshape(T - D, N, -1))
     result = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    return result.astype(q_TNH.dtype), (keys, values)
+    return result.astype(q_TNH.dtype), pages
+
+
+def _written(
+    pages: tuple[Array, ...], k_TKH: Array, v_TKH: Array, rows: PagedRows, first_page: Array | int
+) -> tuple[Array, ...]:
+    """The pages with this step's keys and values in their slots."""
+    size = pages[0].shape[2]
+    page_T, offset_T = rows.slots_T // size + first_page, rows.slots_T % size
+    new: list[Array] = [k_TKH, v_TKH]
+    if len(pages) == 4:
+        (keys, key_scales), (values, value_scales) = map(quantize_tokens, new)
+        new = [keys, values, key_scales, value_scales]
+    return tuple(
+        old.at[page_T, :, offset_T].set(x.astype(old.dtype))
+        for old, x in zip(pages, new, strict=True)
+    )
 
 
 def _attend(
     q_RQNH: Array,
     positions_RQ: Array,
     tables_RM: Array,
-    keys: Array,
-    values: Array,
+    pages: tuple[Array, ...],
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -157,6 +195,7 @@ def _attend(
 ) -> Array:
     """Softmax over the pages in blocks of L keys, from the first visible one to the longest row."""
     R, Q, N, H = q_RQNH.shape
+    keys, values, *scales = pages
     K, S = keys.shape[1:3]
     G, wide = N // K, accumulator_dtype(q_RQNH.dtype)
     wanted = KEYS_AT_A_TIME.get(traced_platform(), KEYS_ELSEWHERE)
@@ -168,13 +207,17 @@ def _attend(
     limit = positions_RQ[:, None, None, :, None]  # [R, 1, 1, Q, 1]
 
     def read(pages: Array, block: Array) -> Array:
+        """[R, K, L] or [R, K, L, H], codes in the dtype of q."""
         chosen = lax.dynamic_slice(tables_RM, (0, block * per_block), (R, per_block))
-        found = pages[chosen]  # [R, pages, K, S, H]
-        return found.transpose(0, 2, 1, 3, 4).reshape(R, K, L, found.shape[-1])
+        found = jnp.swapaxes(pages[chosen], 1, 2)  # [R, K, pages, S, ...]
+        found = found.reshape(R, K, L, *found.shape[4:])
+        return found.astype(q.dtype) if found.dtype == jnp.int8 else found
 
     def step(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
         scores = jnp.einsum("rkgh,rklh->rkgl", q, read(keys, block), preferred_element_type=wide)
+        if scales:
+            scores = scores * read(scales[0], block)[:, :, None]
         scores = scores.reshape(R, K, G, Q, L) * scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
@@ -188,9 +231,8 @@ def _attend(
         weights = jnp.exp(scores - safe[..., None])
         shrink = jnp.exp(top - safe)
         v = read(values, block)
-        added = jnp.einsum(
-            "rkgl,rklh->rkgh", weights.astype(v.dtype), v, preferred_element_type=wide
-        )
+        taken = weights * read(scales[1], block)[:, :, None] if scales else weights
+        added = jnp.einsum("rkgl,rklh->rkgh", taken.astype(v.dtype), v, preferred_element_type=wide)
         return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + added
 
     top = jnp.full((R, K, G * Q), -jnp.inf, wide)

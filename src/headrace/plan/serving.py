@@ -52,7 +52,10 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingPlan:
-    """tensor: chips that share one copy of the model; replicas: copies on the slice."""
+    """tensor: chips that share one copy of the model; replicas: copies on the slice. item: bytes of
+    a weight; activation: bytes of an activation, and of a cached number unless kv_cache_dtype is
+    int8.
+    """
 
     shape: ModelShape
     hardware: Slice
@@ -60,6 +63,8 @@ class ServingPlan:
     price: Price
     tensor: int
     item: int
+    activation: int
+    kv_cache_dtype: str = "auto"
 
     @property
     def replicas(self) -> int:
@@ -73,7 +78,7 @@ class ServingPlan:
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values of one token on one device, nothing dropped by windows."""
-        return sum(k.count * _kv_values(k, self.tensor) for k in self.shape.layers) * self.item
+        return sum(k.count * self._kv_bytes(k) for k in self.shape.layers)
 
     @property
     def cache_tokens(self) -> int:
@@ -111,11 +116,11 @@ class ServingPlan:
         read += self.shape.embedding  # the head
         read = read * self.item / self.tensor
         read += streams * sum(
-            k.count * _kv_values(k, self.tensor) * min(context, k.window or context) * self.item
+            k.count * self._kv_bytes(k) * min(context, k.window or context)
             for k in self.shape.layers
         )
         memory = read / (chip.hbm_bandwidth * rates.hbm)
-        flops = chip.flops * rates.matmul * (1.0 if self.item <= 2 else 0.35)
+        flops = chip.flops * rates.matmul * (1.0 if self.activation <= 2 else 0.35)
         compute = 2.0 * streams * self._active / self.tensor / flops
         links = self._sums(streams)
         step = max(memory, compute) + links
@@ -144,6 +149,14 @@ class ServingPlan:
             return None
         return self.price.on_demand / (load.tokens_per_second * 3600) * 1e6
 
+    def _kv_bytes(self, kind: LayerKind) -> int:
+        """Bytes of one token in one layer on one device; heads are copied, never split."""
+        if self.kv_cache_dtype == "int8":  # a code a number, a float32 scale a head
+            a_head = kind.head_size + 4
+        else:
+            a_head = kind.head_size * self.activation
+        return 2 * a_head * -(-kind.kv_heads // self.tensor)
+
     @property
     def _active(self) -> float:
         """Parameters that one token is multiplied with."""
@@ -154,7 +167,7 @@ class ServingPlan:
         if self.tensor == 1:
             return 0.0
         share = 2 * (self.tensor - 1) / self.tensor
-        moved = tokens * self.shape.hidden * self.item * share
+        moved = tokens * self.shape.hidden * self.activation * share
         chip = self.hardware.chip
         rate = chip.link_bandwidth * self.hardware.usable_links * RATES[chip.name].links
         return 2 * self.shape.num_layers * (_SUM_SECONDS + moved / rate)
@@ -208,18 +221,22 @@ def serving_plan(
     traffic: Traffic = Traffic(),
     tensor: int | None = None,
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
     prices: str | None = None,
 ) -> ServingPlan:
     """The plan of a model folder or hub model on a slice; reads config.json only.
 
     tensor: chips that share one copy; by default the fewest that hold the weights and the wanted
-    streams, the other chips hold further copies. quantization: int8 stores weights, keys and
-    values in one byte. Raises ConfigError for sizes that do not divide.
+    streams, the other chips hold further copies. quantization: int8 stores weights in
+    one byte. kv_cache_dtype: int8 stores keys and values as codes with a scale for each token and
+    head. Raises ConfigError for sizes that do not divide.
     """
     if config.model_name_or_path is None:
         raise ConfigError("no model: set model_name_or_path to a folder with a config.json.")
     if quantization not in (None, "int8"):
         raise ConfigError(f"quantization {quantization!r} cannot be planned; needs int8 or nothing")
+    if kv_cache_dtype not in ("auto", "int8"):
+        raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is not known; it is auto or int8")
     shape = model_shape(
         read_model_config(config.model_name_or_path, config.model_revision),
         config.model_name_or_path,
@@ -227,14 +244,19 @@ def serving_plan(
     if not shape.causal:
         raise ConfigError(f"{shape.name} is an encoder; a serving plan is for models that write.")
     hardware = parse_slice(slice_name)
-    item = 1 if quantization else ITEM_BYTES.get(
-        shape.dtype if config.dtype == "auto" else config.dtype, 2
-    )  # fmt: skip
+    activation = ITEM_BYTES.get(shape.dtype if config.dtype == "auto" else config.dtype, 2)
     price = slice_price(hardware, read_prices(prices))
 
     def of(size: int) -> ServingPlan:
         return ServingPlan(
-            shape=shape, hardware=hardware, traffic=traffic, price=price, tensor=size, item=item
+            shape=shape,
+            hardware=hardware,
+            traffic=traffic,
+            price=price,
+            tensor=size,
+            item=1 if quantization else activation,
+            activation=activation,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
     heads = [kind.heads for kind in shape.layers]
@@ -251,11 +273,6 @@ def serving_plan(
     if tensor is not None:
         return of(tensor)
     return next((plan for plan in map(of, sizes) if plan.fits), of(sizes[-1]))
-
-
-def _kv_values(kind: LayerKind, tensor: int) -> int:
-    """Keys and values of one token in one layer on one device; heads are copied, never split."""
-    return 2 * kind.head_size * -(-kind.kv_heads // tensor)
 
 
 def _weights_read(kind: LayerKind, tokens: int) -> float:

@@ -24,7 +24,7 @@ from headrace.bridge.dtypes import to_jax_dtype
 from headrace.bridge.intercept import AttentionCall, Intercept
 from headrace.bridge.program import Loop, Program
 from headrace.errors import CaptureError
-from headrace.kernels.paged import PagedForm, PagedRows, PagedShape, paged_attention
+from headrace.kernels.paged import KVCacheDtype, PagedForm, PagedRows, PagedShape, paged_attention
 from headrace.serve.lora import LoraStacks
 
 Array = jax.Array
@@ -56,7 +56,7 @@ class CacheEntry:
     def writes(self) -> bool:
         return self.name == self.source
 
-    def shape(self, *, num_pages: int, page_size: int) -> PagedShape:
+    def shape(self, *, num_pages: int, page_size: int, kv_cache_dtype: KVCacheDtype) -> PagedShape:
         """Pages of this entry, every layer of a loop counted."""
         return PagedShape(
             layers=self.layers,
@@ -66,6 +66,7 @@ class CacheEntry:
             key_size=self.key_size,
             value_size=self.value_size,
             dtype=self.dtype,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
 from headrace.errors import ConfigError
+from headrace.kernels.paged import KVCacheDtype
 from headrace.kernels.quantized import FORMATS
 from headrace.serve.cache import CacheEntry
 from headrace.serve.model import (
@@ -40,7 +41,9 @@ class EngineOptions:
     that may wait; more are refused. prefix_caching: reuse equal beginnings. max_loras: adapter
     slots, max_lora_rank: their largest rank. speculative_tokens: guesses a step from the text so
     far, 0 is off. merge: fold an adapter into its base. quantization: int8,
-    int4 or nf4 stores the weights of linear layers so. dtype: of weights, "auto" is the files'.
+    int4 or nf4 stores the weights of linear layers so. kv_cache_dtype: "auto" keeps keys and values
+    in the model's dtype, "int8" as codes with a scale for each token and head (not on TPU). dtype:
+    of weights, "auto" is the files'.
     roll: run repeated layers as loops; None chooses by platform. compilation_cache: a folder where
     compiled programs are kept for the next start, None leaves JAX's own setting.
     """
@@ -57,6 +60,7 @@ class EngineOptions:
     speculative_tokens: int = 0
     merge: bool = False
     quantization: str | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
     base: str | None = None
     dtype: str = "auto"
     revision: str = "main"
@@ -85,6 +89,9 @@ class EngineOptions:
         if self.quantization not in (None, *FORMATS):
             known = ", ".join(FORMATS)
             problems.append(f"quantization is {self.quantization!r}; it is {known} or nothing")
+        if self.kv_cache_dtype not in get_args(KVCacheDtype):
+            known = ", ".join(get_args(KVCacheDtype))
+            problems.append(f"kv_cache_dtype is {self.kv_cache_dtype!r}; it is one of {known}")
         if self.merge and self.max_loras:
             problems.append("merge folds the adapter into the base; max_loras keeps them apart")
         if problems:
@@ -142,7 +149,7 @@ def choose_shapes(model: ServedModel, options: EngineOptions) -> Shapes:
     if options.cache_tokens is not None:
         pages = -(-options.cache_tokens // page)
     else:
-        pages = min(wanted, _affordable(list(model.entries.values()), page))
+        pages = min(wanted, _affordable(list(model.entries.values()), page, options))
         if pages < wanted:
             log.info(
                 "the cache holds %d tokens of the %d that %d full sequences need",
@@ -160,6 +167,7 @@ def choose_shapes(model: ServedModel, options: EngineOptions) -> Shapes:
         max_loras=options.max_loras,
         max_lora_rank=options.max_lora_rank,
         num_drafts=options.speculative_tokens,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     check_shapes(shapes, model)
     return shapes
@@ -172,9 +180,14 @@ def _page_size(length: int) -> int:
     return max(16, min(256, 1 << ((length // 16) - 1).bit_length()))
 
 
-def _affordable(entries: list[CacheEntry], page_size: int) -> int:
+def _affordable(entries: list[CacheEntry], page_size: int, options: EngineOptions) -> int:
     """Pages that memory has room for now."""
-    shapes = [e.shape(num_pages=1, page_size=page_size) for e in entries if e.writes]
+    stored = options.kv_cache_dtype
+    shapes = [
+        e.shape(num_pages=1, page_size=page_size, kv_cache_dtype=stored)
+        for e in entries
+        if e.writes
+    ]
     bytes_a_page = page_size * sum(s.bytes_a_token for s in shapes)
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from headrace.errors import ConfigError
-from headrace.kernels.paged import PagedForm, PagedRows, empty_pages
+from headrace.kernels.paged import KVCacheDtype, PagedForm, PagedRows, PagedShape, empty_pages
 from headrace.serve import sampler
 from headrace.serve.cache import (
     CacheEntry,
@@ -58,7 +58,8 @@ class Shapes:
     max_model_len: most tokens of prompt and answer. page_size: tokens a page. num_pages: pages of
     the pool, page 0 included, which takes what padding writes. max_num_seqs: sequences that run at
     once. block: prompt tokens that share one row. block_steps: numbers of blocks a step may have.
-    num_drafts: guesses that a step may check for one sequence.
+    num_drafts: guesses that a step may check for one sequence. kv_cache_dtype: how keys and values
+    are stored.
     """
 
     max_model_len: int
@@ -70,6 +71,7 @@ class Shapes:
     max_loras: int = 0
     max_lora_rank: int = 16
     num_drafts: int = 0
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     @property
     def pages_a_sequence(self) -> int:
@@ -88,6 +90,14 @@ class Shapes:
         alone = [StepShape(decode=d, blocks=0) for d in self.decode_steps]
         mixed = [StepShape(decode=self.max_num_seqs, blocks=b) for b in self.block_steps]
         return (*alone, *mixed)
+
+    def paged(self, entry: CacheEntry) -> PagedShape:
+        """The pages of one cache."""
+        return entry.shape(
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
 
     def tokens(self, shape: StepShape) -> int:
         """Tokens of a step, padding included."""
@@ -163,11 +173,7 @@ class Programs:
     def __post_init__(self) -> None:
         entries = [e for e in self.model.entries.values() if e.writes]
         self.pages = {
-            e.name: empty_pages(
-                e.shape(num_pages=self.shapes.num_pages, page_size=self.shapes.page_size),
-                self.forms[e.name],
-            )
-            for e in entries
+            e.name: empty_pages(self.shapes.paged(e), self.forms[e.name]) for e in entries
         }
         self.stacks = self._empty_stacks()
         self.shaping = sampler.empty_shaping(self.shapes.max_num_seqs, self.model.vocab_size)
@@ -391,14 +397,23 @@ class Programs:
 
 
 def choose_forms(entries: list[CacheEntry], shapes: Shapes) -> dict[str, PagedForm]:
-    """`ragged` for caches that the TPU kernel can hold, `gather` for all others and elsewhere."""
+    """`ragged` for caches that the TPU kernel can hold, `gather` for all others and elsewhere.
+
+    Raises ConfigError for an int8 cache on a TPU, whose kernel cannot read it.
+    """
     from headrace.kernels.paged_tpu import ragged_obstacles
 
+    on_tpu = jax.default_backend() == "tpu"
+    if on_tpu and shapes.kv_cache_dtype == "int8":
+        raise ConfigError(
+            "kv_cache_dtype is int8; the ragged paged attention kernel that a TPU needs takes one "
+            "number for all keys (k_scale) and one for all values, not a scale for each token and "
+            "head. Leave kv_cache_dtype at auto, or hand over to vLLM (--engine vllm)"
+        )
     forms: dict[str, PagedForm] = {}
     for entry in entries:
-        shape = entry.shape(num_pages=shapes.num_pages, page_size=shapes.page_size)
-        fits = not ragged_obstacles(shape, entry.num_heads) and not entry.has_sinks
-        forms[entry.name] = "ragged" if jax.default_backend() == "tpu" and fits else "gather"
+        fits = not ragged_obstacles(shapes.paged(entry), entry.num_heads) and not entry.has_sinks
+        forms[entry.name] = "ragged" if on_tpu and fits else "gather"
     return forms
 
 
