@@ -1,9 +1,10 @@
 """`compile_step`: the callable that chooses a program, keeps state on the device, writes it back.
 
 Between calls the user's tensors are out of date; they are brought up to date (`sync`) when somebody
-asks: `state_dict()` of a module or optimizer, a forward of the model outside the step, an eager
-`optimizer.step()`, another compiled step on the same parameters. What the user changes afterwards
-is seen by the tensors' version counters and taken to the device at the next call.
+looks: at a tensor itself (`guard`), by `state_dict()` of a module or optimizer, a forward of the
+model outside the step, an eager `optimizer.step()`, another compiled step on the same parameters.
+The next call takes everything to the device again, so whatever was changed meanwhile counts. While
+nobody looks, a call touches none of the user's tensors.
 
 Does not know: how a step is traced or lowered.
 """
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 
 from headrace.bridge.dtypes import jax_to_tensor, narrowed, tensor_to_jax, tensor_to_numpy
 from headrace.bridge.step import ownership
+from headrace.bridge.step.guard import guard, unguard
 from headrace.bridge.step.program import StepProgram, build
 from headrace.bridge.step.result import LazyTensor
 from headrace.bridge.step.state import (
@@ -37,14 +39,11 @@ from headrace.bridge.step.state import (
 )
 from headrace.bridge.step.trace import Traced, trace_step
 from headrace.bridge.step.watch import Surroundings
-from headrace.errors import CaptureError
 
 log = logging.getLogger(__name__)
 
 Mode = Literal["one_program", "two_programs"]
-_VERSION = operator.attrgetter("_version")
-_TRAINING = operator.attrgetter("training")
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_TRAINING = operator.itemgetter("training")
 
 
 def compile_step(
@@ -145,24 +144,24 @@ class CompiledStep:
         self._live: tuple[_Compiled, list[Any], list[Any]] | None = None
         self._grads: tuple[str, ...] = ()
         self._counters: list[float] = []
-        self._tensors: list[torch.Tensor] = []
-        self._params: list[torch.Tensor] = []
-        self._weights: list[torch.Tensor] = []
+        self._attributes: list[dict[str, Any]] = []
+        self._layouts: dict[Any, int] = {}
+        self._layout = 0  # which of them the user's tensors have
+        self._splits: dict[int, int] = {}
         self._versions: list[int] = []
         self._fresh: list[tuple[int, torch.Tensor]] = []
-        self._dirty = False
+        self._dirty = False  # the device is ahead, and the torch tensors are guarded
         self._busy = False
         self.owned = False
         self._refuse_unowned()
-        ownership.watch(self, self._models.values(), self._optimizers)
+        ownership.watch(self, list(self._models.values()), self._optimizers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step. Returns what the function returns, without waiting for the device.
 
         Raises:
             TypeError: an argument is no tensor, number, string, None or a container of them.
-            CaptureError: at a first call, see `compile_step`; also when a parameter was changed in
-                place while its present value was on the device.
+            CaptureError: at a first call, see `compile_step`.
         """
         leaves, spec = _flatten(args, kwargs)
         inventory = self._acquire()
@@ -188,11 +187,13 @@ class CompiledStep:
         if not self._dirty or self._inventory is None or self._busy:
             return
         self._flush()
-        changed = self._changed()
-        if changed:
+        self._unguard()
+        lost = self._written_by_views()
+        if lost:
             warnings.warn(
-                f"{', '.join(changed[:5])} changed in place while the present value was on the "
-                "device; that change is lost. Call step.sync() before changing them by hand.",
+                f"{', '.join(lost[:5])} changed in place, by a view made "
+                "earlier, while the present value was on the device; that change is lost. Call "
+                "step.sync() before changing them so.",
                 stacklevel=2,
             )
         with torch.no_grad():
@@ -204,12 +205,27 @@ class CompiledStep:
                 slot.tensor.grad = (
                     None if array is None else jax_to_tensor(array).to(slot.tensor.dtype)
                 )
-            counters = [n for n in self._inventory.numbers if n.tensors]
-            for number, value in zip(counters, self._counters, strict=True):
+            for number, value in zip(self._inventory.counters, self._counters, strict=True):
                 for tensor in number.tensors:
                     tensor.fill_(value)
+
+    def _guard(self) -> None:
+        """Let everybody who looks at a tensor of the step's call `sync` first."""
+        assert self._inventory is not None
+        self._versions = [s.tensor._version for s in self._inventory.slots]
+        guard(self._inventory.tensors(), self)
+        self._dirty = True
+
+    def _unguard(self) -> None:
+        assert self._inventory is not None
+        unguard(self._inventory.tensors())
         self._dirty = False
-        self._versions = list(map(_VERSION, self._tensors))
+        self.owned = False  # whatever is done to the tensors now counts: the next call reads them
+
+    def _written_by_views(self) -> list[str]:
+        assert self._inventory is not None
+        slots = zip(self._inventory.slots, self._versions, strict=True)
+        return [s.name for s, version in slots if s.tensor._version != version]
 
     # ------------------------------------------------------------------ choosing a program
 
@@ -218,11 +234,10 @@ class CompiledStep:
         return (
             spec,
             tuple([_signature(leaf) for leaf in leaves]),
-            tuple(map(_TRAINING, self._inventory.modules)),
-            tuple(map(_REQUIRES_GRAD, self._params)),
+            tuple(map(_TRAINING, self._attributes)),
+            self._layout,
             static_settings(self._optimizers),
             self._surroundings.values(),
-            len(self._inventory.slots),
         )
 
     def _find(self, key: Any, values: Sequence[float]) -> _Compiled | None:
@@ -253,13 +268,11 @@ class CompiledStep:
             present = [i for i in trainable if self._inventory.slots[i].name in set(self._grads)]
             compiled = self._trace(args, kwargs, present)
             compiled.carries_grads = True
-            ownership.watch_zero_grad(self, self._optimizers, self._models.values())
         key = self._key(leaves, key[0])  # priming may have changed what there is
         self._programs.setdefault(key, []).append(compiled)
         return compiled
 
     def _trace(self, args: Any, kwargs: Any, entry_grads: Sequence[int]) -> _Compiled:
-        splits: dict[int, int] = {}
         while True:
             inventory = self._inventory
             assert inventory is not None
@@ -272,8 +285,8 @@ class CompiledStep:
             self._surroundings.refuse_changes(before, inventory.modules)
             exits, split = _counter_exits(inventory, traced)
             if split:
-                splits.update(split)
-                self._reset(splits)
+                self._splits.update(split)
+                self._reset()
                 continue
             program = build(traced, inventory, exits, pieces=self._mode == "two_programs")
             idle = [(o, p) for o, p in self._fresh if _untouched(inventory, program, o, p)]
@@ -281,7 +294,7 @@ class CompiledStep:
                 break
             self._fresh = []
             forget(self._optimizers, idle)
-            self._reset(splits)
+            self._reset()
         self._fresh = [] if traced.boundaries else self._fresh
         names = tuple(inventory.slots[i].name for i in entry_grads)
         exit_names = tuple(inventory.slots[i].name for i in traced.exit_grads)
@@ -290,74 +303,49 @@ class CompiledStep:
     # ------------------------------------------------------------------ state
 
     def _acquire(self) -> Inventory:
-        """The inventory, with the user's changes since the last call taken in."""
+        """The inventory, with what the user changed since the last call taken in."""
         if not ownership.owns(self):
             ownership.take(self)
             self._reset()
         assert self._inventory is not None
-        # While the device is ahead, optimizer state changed by hand is told of by `sync`: looking
-        # at two or three tensors a parameter would cost more than everything else here.
-        watched = self._weights if self._dirty else self._tensors
-        if list(map(_VERSION, watched)) != self._versions[: len(watched)]:
-            if self._dirty:
-                self._refuse_stale_writes()
-            self._reset()
         return self._inventory
 
-    def _changed(self) -> list[str]:
-        assert self._inventory is not None
-        versions = map(_VERSION, self._tensors)
-        return [
-            s.name
-            for s, now, then in zip(self._inventory.slots, versions, self._versions, strict=True)
-            if now != then
-        ]
-
-    def _refuse_stale_writes(self) -> None:
-        raise CaptureError(
-            f"{', '.join(self._changed()[:5])} changed in place while the present value was on the "
-            "device, so the change was made to an old value.\n"
-            "Needed: step.sync() before reading or changing parameters by hand. To go on, call "
-            "step.sync() now, which drops that change, and make it again."
-        )
-
-    def _reset(self, splits: Mapping[int, int] | None = None) -> None:
+    def _reset(self) -> None:
         """Forget the device's arrays and look at the user's tensors anew."""
         self.sync()
-        self._inventory = take_inventory(self._models, self._optimizers, splits=splits)
+        self._inventory = take_inventory(self._models, self._optimizers, splits=self._splits)
         self._live, self._arrays = None, {}
-        self._tensors = [s.tensor for s in self._inventory.slots]
-        self._params = self._tensors[: self._inventory.num_params]
-        self._weights = [s.tensor for s in self._inventory.slots if s.key[0] != "state"]
-        self._versions = list(map(_VERSION, self._tensors))
-        self._counters = [n.read() for n in self._inventory.numbers if n.tensors]
+        self._attributes = [vars(m) for m in self._inventory.modules if "training" in vars(m)]
+        self._layout = self._layouts.setdefault(self._inventory.layout(), len(self._layouts))
+        self._counters = [n.read() for n in self._inventory.counters]
         self._grads = tuple(s.name for s in self._inventory.params if s.tensor.grad is not None)
 
     def owned_tensors(self) -> list[torch.Tensor]:
         """Parameters and buffers of the step's modules."""
         return [t for m in self._models.values() for t in (*m.parameters(), *m.buffers())]
 
-    def drop_grads(self, params: Sequence[torch.Tensor], *, to_none: bool) -> None:
-        """What `zero_grad` means for the gradients on the device."""
-        if self._busy or self._inventory is None:
-            return
+    def drop_grads(self, params: Sequence[torch.Tensor], *, to_none: bool) -> bool:
+        """What `zero_grad` means for the gradients on the device; False when none are there."""
+        if self._busy or not self._dirty or self._inventory is None:
+            return False
         self._flush()
         ids = {id(p) for p in params}
-        names = [s.name for s in self._inventory.params if id(s.tensor) in ids]
+        names = {s.name for s in self._inventory.params if id(s.tensor) in ids}
         for name in names:
             if to_none:
                 self._arrays.pop(("grad", name), None)
             elif ("grad", name) in self._arrays:
                 self._arrays["grad", name] = jnp.zeros_like(self._arrays["grad", name])
         if to_none:
-            self._grads = tuple(n for n in self._grads if n not in set(names))
+            self._grads = tuple(n for n in self._grads if n not in names)
+        return True
 
     def _flush(self) -> None:
         """Arrays of the last call by key again."""
         if self._live is None:
             return
         compiled, written, _ = self._live
-        self._arrays.update(zip(compiled.program.written, written, strict=True))
+        self._arrays |= zip(compiled.program.written, written, strict=True)
         for key in [k for k in self._arrays if k[0] == "grad" and k[1] not in set(self._grads)]:
             del self._arrays[key]
         self._live = None
@@ -367,20 +355,20 @@ class CompiledStep:
         if self._live is not None and self._live[0] is compiled:
             return self._live[1][: program.num_donated], self._live[2]
         self._flush()
-        arrays = [self._array(key) for key in program.read]
+        self._load(program.read)
+        arrays = [self._arrays[key] for key in program.read]
         return arrays[: program.num_donated], arrays[program.num_donated :]
 
-    def _array(self, key: Key) -> Any:
-        if key not in self._arrays:
-            assert self._inventory is not None
-            if key[0] == "grad":
-                slot = next(s for s in self._inventory.params if s.name == key[1])
-                assert slot.tensor.grad is not None
-                self._arrays[key] = tensor_to_jax(slot.tensor.grad)
-            else:
-                slot = next(s for s in self._inventory.slots if s.key == key)
-                self._arrays[key] = tensor_to_jax(slot.tensor)
-        return self._arrays[key]
+    def _load(self, keys: Sequence[Key]) -> None:
+        """Take to the device what is not there."""
+        assert self._inventory is not None
+        slots = {s.key: s.tensor for s in self._inventory.slots}
+        for key in keys:
+            if key in self._arrays:
+                continue
+            tensor = slots["param", key[1]].grad if key[0] == "grad" else slots[key]
+            assert tensor is not None
+            self._arrays[key] = tensor_to_jax(tensor)
 
     # ------------------------------------------------------------------ running
 
@@ -396,7 +384,8 @@ class CompiledStep:
         outputs = program.run(donated, [*kept, *inputs], numbers, seed)
         count = len(program.written)
         self._live = (compiled, list(outputs[:count]), kept)
-        self._dirty = True
+        if not self._dirty:
+            self._guard()
         self._grads = compiled.exit_grads
         self._counters = list(program.counters(*values))
         result = _results(program, outputs[count:], values)

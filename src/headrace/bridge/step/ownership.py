@@ -1,8 +1,9 @@
 """Who has the present values of which parameters: a compiled step, or the torch tensors.
 
-One compiled step at a time owns a parameter. Everybody else who is about to read it (another step,
-`state_dict`, a forward outside the step, an eager `optimizer.step()`, `hr.compile`) first makes the
-owner write its values back.
+One compiled step at a time owns a parameter. Everybody else who is about to read all of a model or
+optimizer (another step, `state_dict`, a forward outside the step, an eager `optimizer.step()`,
+`hr.compile`) first makes the owner write its values back; single tensors see to themselves
+(`guard.py`).
 
 Does not know: what a step is, beyond `sync()` and `drop_grads()`.
 """
@@ -10,7 +11,7 @@ Does not know: what a step is, beyond `sync()` and `drop_grads()`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class _Reset(_Sync):
             release(step)
 
 
-def watch(step: Any, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+def watch(step: Any, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Register the hooks that call `step.sync()` before anybody reads."""
     sync, reset = _Sync(step), _Reset(step)
     for model in models:
@@ -60,18 +61,14 @@ def watch(step: Any, models: Iterable[nn.Module], optimizers: Iterable[Optimizer
         optimizer.register_load_state_dict_pre_hook(sync)
         optimizer.register_load_state_dict_post_hook(reset)
         optimizer.register_step_pre_hook(sync)
-
-
-def watch_zero_grad(
-    step: Any, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]
-) -> None:
-    """Let `zero_grad()` outside the step reach gradients that the step carries over."""
     for target in (*optimizers, *models):
-        if not isinstance(vars(target).get("zero_grad"), _ZeroGrad):
+        if type(target).zero_grad in (nn.Module.zero_grad, Optimizer.zero_grad):
             vars(target)["zero_grad"] = _ZeroGrad(step, target)
 
 
 class _ZeroGrad:
+    """`zero_grad()` outside the step reaches gradients that the step carries over."""
+
     def __init__(self, step: Any, target: Any) -> None:
         self._step = weakref.ref(step)
         self._target = weakref.ref(target)
@@ -79,12 +76,11 @@ class _ZeroGrad:
     def __call__(self, set_to_none: bool = True) -> None:
         target, step = self._target(), self._step()
         assert target is not None
-        type(target).zero_grad(target, set_to_none=set_to_none)
-        if step is not None:
-            step.drop_grads(_params(target), to_none=set_to_none)
+        if step is None or not step.drop_grads(_params(target), to_none=set_to_none):
+            type(target).zero_grad(target, set_to_none=set_to_none)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self
+    def __reduce__(self) -> Any:  # a copy of the target has its own, without the step
+        return getattr, (self._target(), "zero_grad")
 
 
 def _params(target: Any) -> list[torch.Tensor]:

@@ -43,13 +43,14 @@ class Number:
     """One number the step reads: a hyperparameter, or counters of equal value.
 
     `group` and `name` place a hyperparameter in its param group (`index` inside a tuple); `tensors`
-    are the 0-dim CPU tensors of a counter.
+    are the 0-dim CPU tensors of a counter, `params` the names of the parameters they belong to.
     """
 
     name: str
     group: dict[str, Any] | None = None
     index: int | None = None
     tensors: tuple[torch.Tensor, ...] = ()
+    params: tuple[str, ...] = ()
 
     def read(self) -> float:
         """Its present value on the host."""
@@ -75,6 +76,24 @@ class Inventory:
     def params(self) -> tuple[Slot, ...]:
         """Slots of parameters; they come first."""
         return self.slots[: self.num_params]
+
+    @property
+    def counters(self) -> tuple[Number, ...]:
+        """The numbers that optimizers keep as tensors."""
+        return tuple(n for n in self.numbers if n.tensors)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor whose value the step has between calls."""
+        yield from (s.tensor for s in self.slots)
+        yield from (t for n in self.numbers for t in n.tensors)
+
+    def layout(self) -> Any:
+        """What a program depends on: all but the values, hashable."""
+        return (
+            tuple(s.key for s in self.slots),
+            tuple(s.tensor.requires_grad for s in self.params),
+            tuple((n.name, n.index, n.params) for n in self.numbers),
+        )
 
 
 def take_inventory(
@@ -140,7 +159,7 @@ def _optimizer_state(
     optimizers: Sequence[Optimizer], params: Sequence[Slot], splits: Mapping[int, int]
 ) -> tuple[list[Slot], list[Number]]:
     slots: list[Slot] = []
-    counters: dict[Any, list[torch.Tensor]] = {}
+    counters: dict[Any, list[tuple[torch.Tensor, str]]] = {}
     for o, optimizer in enumerate(optimizers):
         for slot in params:
             for key, value in optimizer.state.get(slot.tensor, {}).items():
@@ -148,13 +167,17 @@ def _optimizer_state(
                     continue
                 if is_counter(value):
                     same = (o, key, float(value), splits.get(id(value)))
-                    counters.setdefault(same, []).append(value)
+                    counters.setdefault(same, []).append((value, slot.name))
                     continue
                 name = f"{type(optimizer).__name__}.{key} of {slot.name}"
                 slots.append(Slot(key=("state", o, slot.name, key), name=name, tensor=value))
     numbers = [
-        Number(name=f"{type(optimizers[o]).__name__}.{key}", tensors=tuple(tensors))
-        for (o, key, *_), tensors in counters.items()
+        Number(
+            name=f"{type(optimizers[o]).__name__}.{key}",
+            tensors=tuple(t for t, _ in found),
+            params=tuple(name for _, name in found),
+        )
+        for (o, key, *_), found in counters.items()
     ]
     return slots, numbers
 
