@@ -278,6 +278,9 @@ def test_dropout_draws_anew_follows_the_seed_and_keeps_the_mean() -> None:
     again = compiled(x)
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
+    model.train(False)
+    assert torch.equal(compiled(x), x)
+    assert compiled.programs == 2  # what a module's mode changes is another program
     assert abs(float((first == 0).double().mean()) - 0.25) < 0.03
     torch.testing.assert_close(first.unique(), torch.tensor([0.0, 1 / 0.75]))
 
@@ -371,6 +374,8 @@ def test_a_call_looks_at_no_tensor_and_looking_at_shapes_copies_nothing() -> Non
         assert model.weight.shape == (2, 3)
         assert all(p.requires_grad for p in model.parameters())
         assert compiled.owned  # the values are still on the device, and nowhere else
+        model.train(not model.training)  # which a linear layer does not look at
+    assert compiled.programs == 1
     del compiled  # the tensors keep what has their values
     assert float(optimizer.state[model.weight]["step"]) == 3.0
 

@@ -144,7 +144,6 @@ class CompiledStep:
         self._live: tuple[_Compiled, list[Any], list[Any]] | None = None
         self._grads: tuple[str, ...] = ()
         self._counters: list[float] = []
-        self._attributes: list[dict[str, Any]] = []
         self._layouts: dict[Any, int] = {}
         self._layout = 0  # which of them the user's tensors have
         self._splits: dict[int, int] = {}
@@ -234,7 +233,6 @@ class CompiledStep:
         return (
             spec,
             tuple([_signature(leaf) for leaf in leaves]),
-            tuple(map(_TRAINING, self._attributes)),
             self._layout,
             static_settings(self._optimizers),
             self._surroundings.values(),
@@ -243,7 +241,7 @@ class CompiledStep:
     def _find(self, key: Any, values: Sequence[float]) -> _Compiled | None:
         for compiled in self._programs.get(key, ()):
             fits = not compiled.carries_grads or compiled.entry_grads == self._grads
-            if fits and all(compiled.program.guards(*values)):
+            if fits and compiled.in_mode() and all(compiled.program.guards(*values)):
                 return compiled
         return None
 
@@ -298,7 +296,7 @@ class CompiledStep:
         self._fresh = [] if traced.boundaries else self._fresh
         names = tuple(inventory.slots[i].name for i in entry_grads)
         exit_names = tuple(inventory.slots[i].name for i in traced.exit_grads)
-        return _Compiled(program, names, exit_names, bool(traced.new_state))
+        return _Compiled(program, names, exit_names, bool(traced.new_state), traced.modes)
 
     # ------------------------------------------------------------------ state
 
@@ -315,7 +313,6 @@ class CompiledStep:
         self.sync()
         self._inventory = take_inventory(self._models, self._optimizers, splits=self._splits)
         self._live, self._arrays = None, {}
-        self._attributes = [vars(m) for m in self._inventory.modules if "training" in vars(m)]
         self._layout = self._layouts.setdefault(self._inventory.layout(), len(self._layouts))
         self._counters = [n.read() for n in self._inventory.counters]
         self._grads = tuple(s.name for s in self._inventory.params if s.tensor.grad is not None)
@@ -420,12 +417,19 @@ class _Compiled:
         entry_grads: tuple[str, ...],
         exit_grads: tuple[str, ...],
         makes_state: bool,
+        modes: Sequence[tuple[nn.Module, bool]],
     ) -> None:
         self.program = program
         self.entry_grads = entry_grads
         self.exit_grads = exit_grads
         self.makes_state = makes_state
         self.carries_grads = False  # whether it depends on which gradients exist
+        self._attributes = [vars(module) for module, _ in modes]
+        self._training = [training for _, training in modes]
+
+    def in_mode(self) -> bool:
+        """Whether the modules are in the mode (train or eval) they had in the trace."""
+        return list(map(_TRAINING, self._attributes)) == self._training
 
 
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
+from torch import nn
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
@@ -80,6 +81,7 @@ class Traced:
     results, put together by `out_spec` with `fixed` for the leaves that are no tensors.
     `counters` maps the id of a counter's tensor to its symbol after the step; `guards` are what the
     step's Python found true of the symbols; `boundaries` are where optimizer steps begin and end.
+    `modes` are the modules whose `training` flag the step looked at, with its value before.
     """
 
     graph: fx.Graph
@@ -95,6 +97,7 @@ class Traced:
     out_spec: Any
     fixed: tuple[Any, ...]
     boundaries: tuple[int, ...] = field(default=())
+    modes: tuple[tuple[nn.Module, bool], ...] = field(default=())
 
 
 @dataclass(kw_only=True)
@@ -107,6 +110,7 @@ class _Found:
     fixed: tuple[Any, ...] = ()
     counters: dict[int, Any] = field(default_factory=dict)
     boundaries: list[int] = field(default_factory=list)
+    modes: dict[nn.Module, bool] = field(default_factory=dict)
 
 
 def trace_step(
@@ -156,6 +160,7 @@ def trace_step(
                     _marks(inventory, found),
                     _symbolic_bounds(inventory),
                     _no_seeds(),
+                    _modes(found),
                     substitute,
                     torch.enable_grad(),
                 ):
@@ -203,6 +208,7 @@ def trace_step(
         out_spec=found.out_spec,
         fixed=found.fixed,
         boundaries=tuple(found.boundaries),
+        modes=tuple(found.modes.items()),
     )
 
 
@@ -220,7 +226,7 @@ def _mirror(inventory: Inventory, twins: Sequence[Any]) -> None:
     for slot, twin in zip(inventory.slots, twins, strict=True):
         if slot.tensor.requires_grad:
             twin.requires_grad_(True)
-        if isinstance(slot.tensor, torch.nn.Parameter):
+        if isinstance(slot.tensor, nn.Parameter):
             twin._is_param = True
         for hook in (slot.tensor._backward_hooks or {}).values():
             twin.register_hook(hook)
@@ -255,6 +261,27 @@ def _marks(inventory: Inventory, found: _Found) -> Generator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def _modes(found: _Found) -> Generator[None]:
+    """Note which modules' `training` is looked at: a program depends on no other's."""
+
+    def read(module: nn.Module) -> bool:
+        found.modes.setdefault(module, vars(module)["training"])
+        return vars(module)["training"]
+
+    def write(module: nn.Module, value: bool) -> None:
+        if "training" in vars(module):  # not while the module is being made
+            found.modes.setdefault(module, vars(module)["training"])
+        vars(module)["training"] = value
+
+    # a property goes before what stands in the module's own __dict__
+    nn.Module.training = property(read, write)  # pyright: ignore
+    try:
+        yield
+    finally:
+        del nn.Module.training
 
 
 @contextlib.contextmanager
@@ -428,7 +455,7 @@ class _Substitute(TorchFunctionMode):
             return self._twins[id(tensor)]
         if id(tensor) in self.counters:
             return torch.scalar_tensor(self.counters[id(tensor)], dtype=tensor.dtype)
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
             return tensor
         return self._external_twin(tensor)
 
