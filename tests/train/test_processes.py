@@ -1,13 +1,13 @@
-"""Two real processes on loopback train what one process trains; one of them writes."""
+"""Two and four real processes on loopback train what one trains, and end when one of them is lost.
+
+The two go on from a checkpoint of the four.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,108 +15,77 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.train.processes import start_processes
 
-PROGRAM = """
-import json, sys
-sys.path.insert(0, {here!r})
+sys.path.insert(0, str(Path(__file__).parent))
 import tiny
-from headrace import SFTConfig, SFTTrainer
-config = SFTConfig(
-    output_dir={out!r}, max_steps={steps}, max_length=32, pad_to_multiple_of=32, mesh={mesh!r},
-    per_device_train_batch_size={rows}, learning_rate=1e-2, logging_steps=1, save_steps=2,
-    compilation_cache_dir=None, resume_from_checkpoint={resume!r},
-)
-trainer = SFTTrainer({model!r}, config, train_dataset=tiny.text_rows(64))
-trainer.train()
-losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-print("LOSSES", json.dumps(losses), flush=True)
-"""
-HERE = Path(__file__).parent
+from process_program import Ended, Task, run_together, train
+
+STEPS = 4
+pytestmark = pytest.mark.timeout(900)  # a hang, on the slowest machine
 
 
-def _start(out: Path, model: str, mesh: object, rows: int, devices: int, **more: str) -> object:
-    resume, steps = more.pop("resume", None), more.pop("steps", "3")
-    program = PROGRAM.format(
-        here=str(HERE), out=str(out), mesh=mesh, rows=rows, model=model, resume=resume, steps=steps
-    )
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    env = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
-        **more,
-    }
-    command = [sys.executable, "-c", program]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Task, list[float]]:
+    """The run of one process on one device, and its losses. Its capture serves the others."""
+    root = tmp_path_factory.mktemp("processes")
+    model = tiny.saved(tiny.llama(), root / "model")
+    task = Task(out=str(root / "one"), model=model, cache=str(root / "cache"), steps=STEPS)
+    return task, train(task)
 
 
-def _losses(process: subprocess.Popen[str]) -> list[float]:
-    out, errors = process.communicate()
-    lines = [line for line in out.splitlines() if line.startswith("LOSSES ")]
-    assert lines, errors[-3000:]
-    return json.loads(lines[0].removeprefix("LOSSES "))
+@pytest.fixture(scope="module")
+def four(one: tuple[Task, list[float]]) -> tuple[Task, Ended]:
+    """Four processes train to the end, then again until the first one is killed."""
+    task = replace(one[0], out=str(Path(one[0].out).with_name("four")), devices=4, dies=0)
+    return task, run_together(task, processes=4, heartbeat=600)  # no heartbeat is waited for
 
 
-@pytest.mark.timeout(900)
-def test_two_processes_train_what_one_trains_and_one_goes_on(tmp_path: Path) -> None:
-    sys.path.insert(0, str(HERE))
-    import tiny
-
-    model = tiny.saved(tiny.llama(), tmp_path / "model")
-    shared = _shared(2)
-    two = [
-        _start(tmp_path / "two", model, {"fsdp": 4}, 2, 2, JAX_PROCESS_ID=str(i), **shared)
-        for i in range(2)
-    ]
-    first, second = (_losses(process) for process in two)  # pyright: ignore[reportArgumentType]
-    one = _losses(_start(tmp_path / "one", model, None, 8, 1))  # pyright: ignore[reportArgumentType]
-    assert first == second == pytest.approx(one, rel=1e-5)
-    log = (tmp_path / "two" / "log.jsonl").read_text().splitlines()
-    assert len([line for line in log if json.loads(line)["event"] == "train"]) == 3
-    # The checkpoint of two processes and four devices goes on in one process with two devices.
-    go_on = str(tmp_path / "two" / "checkpoint-2")
-    later = _losses(
-        _start(tmp_path / "on", model, {"fsdp": 2}, 4, 2, resume=go_on)  # pyright: ignore[reportArgumentType]
-    )
-    assert later == pytest.approx(one, rel=1e-5)
+@pytest.fixture(scope="module")
+def two(one: tuple[Task, list[float]], four: tuple[Task, Ended]) -> tuple[Task, Ended]:
+    """Two processes with one device each go on after step 2 of the four, until one is killed."""
+    task = replace(
+        one[0], out=str(Path(one[0].out).with_name("two")), devices=2, dies=1,
+        resume=f"{four[0].out}/checkpoint-2",
+    )  # fmt: skip
+    return task, run_together(task, processes=2, heartbeat=15)
 
 
-def _shared(count: int) -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
+def test_four_processes_train_what_one_trains(
+    one: tuple[Task, list[float]], four: tuple[Task, Ended]
+) -> None:
+    task, ended = four
+    assert len(one[1]) == STEPS
+    assert ended.losses == [pytest.approx(one[1], rel=1e-5)] * 4
+    log = [json.loads(line) for line in Path(f"{task.out}-log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if line["event"] == "train"] == [1, 2, 3, 4]
 
 
-@pytest.mark.timeout(300)
-def test_a_lost_process_ends_the_others_with_the_way_to_go_on(tmp_path: Path) -> None:
-    sys.path.insert(0, str(HERE))
-    import tiny
+def test_two_processes_go_on_where_four_were(
+    one: tuple[Task, list[float]], two: tuple[Task, Ended]
+) -> None:
+    task, ended = two
+    assert ended.losses == [pytest.approx(one[1], rel=1e-5)] * 2
+    assert "resumed" in ended.said[0] and "after step 2" in ended.said[0]
+    assert "load-back: logits" in ended.said[0]
+    assert Path(task.out, "checkpoint-4", "checkpoint.json").is_file()
 
-    model = tiny.saved(tiny.llama(), tmp_path / "model")
-    out, shared = tmp_path / "out", {**_shared(2), "HEADRACE_HEARTBEAT_SECONDS": "4"}
-    first, second = (
-        _start(out, model, {"data": 2}, 2, 1, JAX_PROCESS_ID=str(i), steps="100000", **shared)
-        for i in range(2)
-    )
-    assert isinstance(first, subprocess.Popen) and isinstance(second, subprocess.Popen)
-    try:
-        while not (out / "checkpoint-2" / "checkpoint.json").is_file():
-            assert first.poll() is None and second.poll() is None, first.communicate()[1][-2000:]
-            time.sleep(0.1)
-        second.kill()
-        second.communicate()
-        start = time.monotonic()
-        _, errors = first.communicate(timeout=60)
-        assert time.monotonic() - start < 30
-    finally:
-        first.kill()
-        second.kill()
-    assert first.returncode == 75
-    assert "ProcessLost: process 1 of 2 is gone" in errors
-    assert f"The last checkpoint is {out}/checkpoint-" in errors
-    named = Path(errors.split("The last checkpoint is ")[1].split(". Start")[0])
-    assert (named / "checkpoint.json").is_file()
+
+def test_when_the_first_process_is_lost_all_others_end_with_the_way_to_go_on(
+    four: tuple[Task, Ended],
+) -> None:
+    task, ended = four
+    assert ended.codes == [-9, 75, 75, 75]
+    for said in ended.said[1:]:
+        assert "ProcessLost: process 0 of 4 is gone" in said
+        assert f"The last checkpoint is {task.out}/checkpoint-4" in said
+
+
+def test_when_another_process_is_lost_the_first_ends_with_the_way_to_go_on(
+    two: tuple[Task, Ended],
+) -> None:
+    task, ended = two
+    assert ended.codes == [75, -9]
+    assert "ProcessLost: process 1 of 2 is gone: no sign of it for 15 s" in ended.said[0]
+    assert f"The last checkpoint is {task.out}/checkpoint-4" in ended.said[0]
 
 
 def test_incomplete_variables_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,4 +98,7 @@ def test_incomplete_variables_are_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         start_processes()
     monkeypatch.setenv("JAX_PROCESS_ID", "one")
     with pytest.raises(ConfigError, match="whole numbers"):
+        start_processes()
+    monkeypatch.setenv("HEADRACE_HEARTBEAT_SECONDS", "soon")
+    with pytest.raises(ConfigError, match="'soon': a number of seconds"):
         start_processes()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from headrace.bridge.dtypes import tensor_to_numpy
 from headrace.errors import CheckpointError
 from headrace.train.streaming import save_streamed
-from headrace.weights import load_stored, meta_model, open_stream
+from headrace.weights import files, load_stored, meta_model, open_stream
 from headrace.weights.files import find_weights, read_parts
 
 TINY: dict[str, Any] = {
@@ -74,7 +74,11 @@ def test_experts_saved_one_by_one_are_put_together(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], value.detach().numpy())
 
 
-def test_parts_are_read_by_range(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [16, 2**22])  # bytes: less than a row, and all at once
+def test_parts_are_read_by_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(files, "BLOCK_BYTES", block)
     value = torch.arange(6 * 8 * 4, dtype=torch.float32).reshape(6, 8, 4)
     save_file({"x": value, "scalar": torch.tensor(3.0)}, tmp_path / "model.safetensors")
     entries = find_weights(tmp_path)
@@ -83,6 +87,12 @@ def test_parts_are_read_by_range(tmp_path: Path) -> None:
     first, second = read_parts(entries["x"], [part, rows])
     np.testing.assert_array_equal(first, value.numpy()[part])
     np.testing.assert_array_equal(second, value.numpy()[rows])
+    whole = (slice(None), slice(None), slice(None))
+    np.testing.assert_array_equal(read_parts(entries["x"], [whole])[0], value.numpy())
+    half = read_parts(entries["x"], [rows, part], np.dtype(np.float16))
+    assert [each.dtype for each in half] == [np.float16, np.float16]
+    np.testing.assert_array_equal(half[0], value.half().numpy()[rows])
+    np.testing.assert_array_equal(half[1], value.half().numpy()[part])
     assert read_parts(entries["scalar"], [()])[0] == 3.0
 
 

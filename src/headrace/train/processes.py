@@ -19,6 +19,8 @@ import jax
 from headrace.errors import ConfigError
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+HEARTBEAT = "HEADRACE_HEARTBEAT_SECONDS"
+DEFAULT_HEARTBEAT = 60.0
 # What says that a launcher started several processes, and how many.
 _COUNTS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 
@@ -40,7 +42,8 @@ def start_processes() -> bool:
         )
     if not given and not _detected():
         return False
-    options: dict[str, Any] = {}
+    # JAX's own heartbeats are the second line, behind train.watch, which says more.
+    options: dict[str, Any] = {"heartbeat_timeout_seconds": max(10, round(2 * heartbeat_seconds()))}
     if given:
         numbers = {name: given[name] for name in _VARIABLES[1:]}
         wrong = [f"{name}={value!r}" for name, value in numbers.items() if not value.isdigit()]
@@ -51,7 +54,7 @@ def start_processes() -> bool:
             raise ConfigError(f"JAX_PROCESS_ID is {index} of {count} processes; the first is 0")
         if count == 1:
             return False
-        options = {
+        options |= {
             "coordinator_address": given["JAX_COORDINATOR_ADDRESS"],
             "num_processes": count,
             "process_id": index,
@@ -64,6 +67,18 @@ def start_processes() -> bool:
             f"{given.get('JAX_COORDINATOR_ADDRESS', 'the coordinator')} reachable from here?"
         ) from error
     return jax.process_count() > 1
+
+
+def heartbeat_seconds() -> float:
+    """Seconds without a sign of a process after which it is lost. Raises ConfigError."""
+    text = os.environ.get(HEARTBEAT, "")
+    try:
+        value = float(text) if text else DEFAULT_HEARTBEAT
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise ConfigError(f"{HEARTBEAT}={text!r}: a number of seconds above 0 is needed")
+    return value
 
 
 def _detected() -> bool:

@@ -5,12 +5,19 @@ others. One that stands still is lost: a collective with it never ends and its p
 gone, so the run can only go on from its last checkpoint. JAX's own heartbeats end processes too,
 later and without that word.
 
+The first process holds the service. When it is gone, JAX calls abort() in all others, from a thread
+of its own (what JAX 0.10 has for this, missed_heartbeat_callback, ends in std::bad_cast when it is
+given a Python function). The watch takes that signal and says what it says of any other process.
+
 Knows: jax.distributed's key-value store. Does not know: runs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -20,12 +27,11 @@ from typing import Any
 
 import jax
 
-from headrace.errors import ConfigError
+from headrace.train.processes import heartbeat_seconds
 
-VARIABLE = "HEADRACE_HEARTBEAT_SECONDS"
-DEFAULT_SECONDS = 60.0
 EXIT_LOST = 75  # EX_TEMPFAIL: starting again is the answer
 _PREFIX, _DONE = "headrace/beat/", "done"
+_FIRST_GONE = "process 0 of {} is gone, through which all others meet"
 
 
 @contextmanager
@@ -37,30 +43,21 @@ def watched_processes(last_checkpoint: Callable[[], str | None]) -> Generator[No
     if jax.process_count() == 1:
         yield
         return
-    watch = _Watch(_seconds(), last_checkpoint)
+    watch = _Watch(heartbeat_seconds(), last_checkpoint)
+    watch.beat()  # here, so that a process that is lost at once is missed too
     watch.start()
-    try:
-        yield
-    except jax.errors.JaxRuntimeError:
-        # A collective that failed: most likely because of a process that is gone. Then the watch
-        # ends this process with a message before this time is over.
-        time.sleep(watch.seconds + 2 * watch.interval)
-        raise
-    else:
-        watch.finish()
-    finally:
-        watch.stop()
-
-
-def _seconds() -> float:
-    text = os.environ.get(VARIABLE, "")
-    try:
-        value = float(text) if text else DEFAULT_SECONDS
-    except ValueError:
-        value = 0.0
-    if value <= 0:
-        raise ConfigError(f"{VARIABLE}={text!r}: a number of seconds above 0 is needed")
-    return value
+    with _abort_taken(watch.aborted):
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:
+            # A collective that failed: most likely because of a process that is gone. Then the
+            # watch ends this process with a message before this time is over.
+            time.sleep(watch.seconds + 2 * watch.interval)
+            raise
+        else:
+            watch.finish()
+        finally:
+            watch.stop()
 
 
 class _Watch(threading.Thread):
@@ -71,22 +68,24 @@ class _Watch(threading.Thread):
         self.seconds = seconds
         self.interval = min(seconds / 4, 5.0)
         self._client: Any = global_state.client
+        self._address = str(global_state.coordinator_address)
+        self._answered = time.monotonic()
         self._last_checkpoint = last_checkpoint
         self._own = f"{_PREFIX}{jax.process_index()}"
         self._stopped = threading.Event()
         self._seen: dict[str, tuple[str, float]] = {}
+        self._beats = 0
 
     def run(self) -> None:
-        beat = 0
         while not self._stopped.wait(self.interval):
-            beat += 1
             try:
-                self._write(str(beat))
+                self.beat()
                 beats = dict(self._client.key_value_dir_get(_PREFIX))
             except Exception as error:
                 if not self._stopped.is_set():
-                    self._end(f"the first process of this run is gone ({error})")
+                    self._end(f"{_FIRST_GONE.format(jax.process_count())} ({error})")
                 return
+            self._answered = time.monotonic()
             lost = self._lost(beats)
             if lost and not self._stopped.is_set():
                 self._end(f"process {', '.join(lost)} of {jax.process_count()} is gone: no sign of "
@@ -104,20 +103,34 @@ class _Watch(threading.Thread):
             if value != _DONE and now - since > self.seconds and key != self._own
         )
 
+    def beat(self) -> None:
+        """Say that this process is alive."""
+        self._beats += 1
+        self._write(str(self._beats))
+
     def _write(self, value: str) -> None:
         self._client.key_value_set(self._own, value, allow_overwrite=True)
 
+    def aborted(self) -> None:
+        """Called when something calls abort(): ends the process if it is JAX that misses the first
+        one, returns if not."""
+        silent = time.monotonic() - self._answered > self.seconds
+        if silent or not _listens(self._address):
+            self._leave(_FIRST_GONE.format(jax.process_count()))
+
     def _end(self, reason: str) -> None:
+        sys.stdout.flush()
+        self._leave(reason)
+
+    def _leave(self, reason: str) -> None:
         folder = self._last_checkpoint()
         onwards = (
-            "no checkpoint was saved yet; start the run again"
+            "No checkpoint was saved yet; start the run again"
             if folder is None
-            else f"the last checkpoint is {folder}. Start the run again with "
+            else f"The last checkpoint is {folder}. Start the run again with "
             "resume_from_checkpoint: true, on as many processes as there are"
         )
-        sys.stdout.flush()
-        print(f"\nProcessLost: {reason}.\n{onwards[0].upper()}{onwards[1:]}.", file=sys.stderr)
-        sys.stderr.flush()
+        os.write(2, f"\nProcessLost: {reason}.\n{onwards}.\n".encode())
         # Not an exception: the main thread may be inside a collective that never ends.
         os._exit(EXIT_LOST)
 
@@ -130,3 +143,37 @@ class _Watch(threading.Thread):
 
     def stop(self) -> None:
         self._stopped.set()
+
+
+def _listens(address: str) -> bool:
+    """Whether a process takes connections at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _abort_taken(first: Callable[[], None]) -> Generator[None]:
+    """Inside, abort() calls `first` before it ends the process.
+
+    Python's own signal handlers run in the main thread, which may be inside a collective, and after
+    the fact; this one is called by C in the thread that aborts.
+    """
+    handler_type = ctypes.CFUNCTYPE(None, ctypes.c_int)
+    libc = ctypes.CDLL(None)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+
+    def take(number: int) -> None:
+        libc.signal(number, None)  # abort() goes on as always when this returns
+        first()
+
+    handler = handler_type(take)
+    before = libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+    try:
+        yield
+    finally:
+        libc.signal(signal.SIGABRT, before)

@@ -9,10 +9,13 @@ Knows: the format, byte ranges. Does not know: models, devices.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +23,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from headrace.bridge.dtypes import narrowed
 from headrace.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-BLOCK_BYTES = 2**23  # read at a time when a part is not one range
+BLOCK_BYTES = 2**22  # read at a time
+READERS = 8  # threads: a disk gives its rate to several requests at once
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
 DTYPES: dict[str, np.dtype] = {
@@ -159,39 +164,44 @@ def _uncovered(file: str, header: Mapping[str, Any], size: int) -> list[str]:
     return found
 
 
-def read_parts(entry: TensorEntry, parts: Sequence[Part]) -> list[np.ndarray]:
-    """Parts of a tensor, each a copy. Rows are read once for all parts that share them."""
-    shape = entry.shape
-    ranges = [tuple(s.indices(n)[:2] for s, n in zip(p, shape, strict=True)) for p in parts]
-    results = [np.empty([b - a for a, b in r], entry.dtype) for r in ranges]
-    if not shape:
-        descriptor = os.open(entry.file, os.O_RDONLY)
-        try:
-            value = _pread(descriptor, entry, 0, 1).reshape(())
-        finally:
-            os.close(descriptor)
-        return [value.copy() for _ in parts]
-    row_bytes = max(entry.nbytes // max(shape[0], 1), 1)
-    step = max(BLOCK_BYTES // row_bytes, 1)
-    first, last = min(r[0][0] for r in ranges), max(r[0][1] for r in ranges)
-    descriptor = os.open(entry.file, os.O_RDONLY)
-    try:
-        for start in range(first, last, step):
-            stop = min(start + step, last)
-            if not any(r[0][0] < stop and start < r[0][1] for r in ranges):
-                continue
-            rows = _pread(descriptor, entry, start * row_bytes, (stop - start) * row_bytes)
-            rows = rows.reshape(stop - start, *shape[1:])
-            for result, spans in zip(results, ranges, strict=True):
-                low, high = max(start, spans[0][0]), min(stop, spans[0][1])
-                if low < high:
-                    inner = tuple(slice(a, b) for a, b in spans[1:])
-                    result[low - spans[0][0] : high - spans[0][0]] = rows[
-                        (slice(low - start, high - start), *inner)
-                    ]
-    finally:
-        os.close(descriptor)
-    return results
+def read_parts(
+    entry: TensorEntry, parts: Sequence[Part], dtype: np.dtype | None = None
+) -> list[np.ndarray]:
+    """Parts of a tensor, each a copy, in `dtype` (the file's own without it).
+
+    Several threads read blocks of BLOCK_BYTES. A part of whole rows is read right into its array;
+    rows of which each part takes some columns are read once for all of them.
+    """
+    dtype = entry.dtype if dtype is None else dtype
+    shape = entry.shape or (1,)
+    spans = [
+        [s.indices(n)[:2] for s, n in zip(part or (slice(None),), shape, strict=True)]
+        for part in parts
+    ]
+    results = [np.empty([b - a for a, b in each], dtype) for each in spans]
+    taking = [
+        _Taking(first=each[0][0], last=each[0][1], columns=each[1:], array=result)
+        for each, result in zip(spans, results, strict=True)
+    ]
+    columns = [(0, n) for n in shape[1:]]
+    direct = [each for each in taking if each.columns == columns and dtype == entry.dtype]
+    cut = [each for each in taking if not (each.columns == columns and dtype == entry.dtype)]
+    step = max(BLOCK_BYTES * shape[0] // max(entry.nbytes, 1), 1)
+    with _opened(entry.file) as descriptor:
+        work = [
+            _readers().submit(_read_rows, descriptor, entry, start, each.rows(start, stop))
+            for each in direct
+            for start, stop in _blocks(each.first, each.last, step)
+        ]
+        ends = [(each.first, each.last) for each in cut] or [(0, 0)]
+        work += [
+            _readers().submit(_read_for_all, descriptor, entry, (start, stop), cut)
+            for start, stop in _blocks(min(a for a, _ in ends), max(b for _, b in ends), step)
+        ]
+        wait(work)  # all of them, before the file is closed
+    for each in work:
+        each.result()
+    return results if entry.shape else [result.reshape(()) for result in results]
 
 
 def read_whole(entry: TensorEntry) -> np.ndarray:
@@ -199,15 +209,64 @@ def read_whole(entry: TensorEntry) -> np.ndarray:
     return read_parts(entry, [tuple(slice(None) for _ in entry.shape)])[0]
 
 
-def _pread(descriptor: int, entry: TensorEntry, offset: int, count: int) -> np.ndarray:
-    count = count if entry.shape else entry.dtype.itemsize
-    buffer = bytearray(count)
-    view, done = memoryview(buffer), 0
-    while done < count:
-        got = os.preadv(descriptor, [view[done:]], entry.start + offset + done)
+@dataclass(frozen=True, kw_only=True)
+class _Taking:
+    """An array that takes `columns` of a tensor's rows from `first` to before `last`."""
+
+    first: int
+    last: int
+    columns: list[tuple[int, int]]
+    array: np.ndarray
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        return self.array[start - self.first : stop - self.first]
+
+
+def _blocks(first: int, last: int, step: int) -> list[tuple[int, int]]:
+    return [(start, min(start + step, last)) for start in range(first, last, step)]
+
+
+def _read_rows(descriptor: int, entry: TensorEntry, start: int, into: np.ndarray) -> None:
+    """Whole rows of a tensor, from row `start` on, into an array of their shape and dtype."""
+    if not into.size:
+        return
+    offset = entry.start + start * (into.nbytes // len(into))
+    view, done = into.reshape(-1).view(np.uint8).data, 0
+    while done < len(view):
+        got = os.preadv(descriptor, [view[done:]], offset + done)
         if got == 0:
             raise CheckpointError(
                 f"{entry.file} ended while {entry.name} was read; it changed since it was opened"
             )
         done += got
-    return np.frombuffer(buffer, entry.dtype)
+
+
+def _read_for_all(
+    descriptor: int, entry: TensorEntry, rows: tuple[int, int], taking: Sequence[_Taking]
+) -> None:
+    """Rows [start, stop) read once, and given to every array that takes some of them."""
+    start, stop = rows
+    here = [each for each in taking if each.first < stop and start < each.last]
+    if not here:
+        return
+    block = np.empty((stop - start, *entry.shape[1:]), entry.dtype)
+    _read_rows(descriptor, entry, start, block)
+    for each in here:
+        low, high = max(start, each.first), min(stop, each.last)
+        columns = tuple(slice(a, b) for a, b in each.columns)
+        values = block[(slice(low - start, high - start), *columns)]
+        each.rows(low, high)[...] = narrowed(values, each.array.dtype)
+
+
+@contextmanager
+def _opened(file: Path) -> Generator[int]:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(READERS, thread_name_prefix="headrace-read")

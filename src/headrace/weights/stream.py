@@ -77,11 +77,9 @@ class WeightStream:
         """Parts of one parameter, by PyTorch name, in `dtype`."""
         source = self.sources[name]
         if source.direct:
-            found = read_parts(source.entries[0], parts)
-        else:
-            whole = self._converted(name, source)
-            found = [whole[part] for part in parts]
-        return [value if value.dtype == dtype else narrowed(value, dtype) for value in found]
+            return read_parts(source.entries[0], parts, dtype)
+        whole = self._converted(name, source)
+        return [narrowed(whole[part], dtype) for part in parts]
 
     def _converted(self, name: str, source: Source) -> np.ndarray:
         converter = deepcopy(source.converter)
@@ -230,63 +228,49 @@ def load_stored(
     quantized = quantized or {}
     shapes = {n: tuple(p.shape) for n, p in stream.model.named_parameters(remove_duplicate=False)}
     jobs = [(key, layer) for key, names in keys.items() for layer in range(len(names))]
-    parts = {
-        key: _local_parts(shardings[key], _shape(names, shapes)) for key, names in keys.items()
-    }
+    places = {key: _of_layer(shardings[key], len(names) > 1) for key, names in keys.items()}
+    parts = {key: _local_parts(places[key], shapes[names[0]]) for key, names in keys.items()}
 
     def read(job: tuple[str, int]) -> list[np.ndarray]:
         key, layer = job
-        inner = [part[1:] if len(keys[key]) > 1 else part for part in parts[key].distinct]
-        return stream.read(keys[key][layer], inner, dtypes[key])
+        return stream.read(keys[key][layer], parts[key].distinct, dtypes[key])
 
     stored: dict[str, Any] = {}
     ahead = _read_ahead(read, jobs)
-    filling: list[Array] = []
-    quantize_layer: Any = None
     for key, layer in jobs:
-        names, place = keys[key], parts[key]
-        values = next(ahead)
-        shape = _shape(names, shapes)
-        if key in quantized:
-            if layer == 0:
-                stored[key], quantize_layer = _start_quantized(quantized[key], len(names) > 1)
-            placed = [jax.device_put(values[i], d) for d, i in place.devices]
-            whole = jax.make_array_from_single_device_arrays(
-                shapes[names[0]], _of_layer(shardings[key], len(names) > 1), placed
-            )
-            stored[key] = quantize_layer(stored[key], whole, np.int32(layer))
-            jax.block_until_ready(stored[key])
-            del values, placed, whole
+        names, values = keys[key], next(ahead)
+        shape = shapes[names[0]]
+        placed = [jax.device_put(values[i], device) for device, i in parts[key].devices]
+        one: Any = jax.make_array_from_single_device_arrays(shape, places[key], placed)
+        del values, placed  # the host copy is let go before the next but one is read
+        if key not in quantized and len(names) == 1:
+            stored[key] = jax.block_until_ready(one)
             continue
-        if len(names) == 1:
-            shards = [jax.device_put(values[i], d) for d, i in place.devices]
-        else:
-            if layer == 0:
-                filling = [
-                    _empty(place.distinct[i], shape, dtypes[key], d) for d, i in place.devices
-                ]
-            filling = [
-                _fill_layer(part, values[i], np.int32(layer))
-                for part, (_, i) in zip(filling, place.devices, strict=True)
-            ]
-            shards = filling
-        jax.block_until_ready(shards)
-        del values  # the host copy is let go before the next but one is read
-        if layer + 1 == len(names):
-            sharding = shardings[key]
-            stored[key] = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+        whole = jax.ShapeDtypeStruct((len(names), *shape), dtypes[key], sharding=shardings[key])
+        leaves, structure = jax.tree.flatten(quantized.get(key, whole))
+        start, fill = _layer_programs(tuple(leaves), structure, len(names) > 1)
+        if layer == 0:
+            stored[key] = start()
+        stored[key] = jax.block_until_ready(fill(stored[key], one, np.int32(layer)))
+        del one
     return stored
 
 
-def _start_quantized(made: QuantizedWeight, stacked: bool) -> tuple[QuantizedWeight, Any]:
-    """Empty codes and scales, and `(them, layer's values, number) -> them` with the layer in."""
+@functools.lru_cache(maxsize=64)
+def _layer_programs(leaves: tuple[Any, ...], structure: Any, stacked: bool) -> tuple[Any, Any]:
+    """`() -> empty arrays` and `(them, a layer's values, its number) -> them` with the layer in.
+
+    leaves, structure: shapes with shardings of what is stored, an array or a QuantizedWeight. One
+    program for all devices, and for all weights of this shape.
+    """
+    made: Any = jax.tree.unflatten(structure, leaves)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, made)
 
-    def empty() -> QuantizedWeight:
+    def empty() -> Any:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made)
 
-    def fill(stack: QuantizedWeight, value: Array, layer: Array) -> QuantizedWeight:
-        one = quantize(value, made.quantization)
+    def fill(stack: Any, value: Array, layer: Array) -> Any:
+        one = quantize(value, made.quantization) if isinstance(made, QuantizedWeight) else value
         if not stacked:
             return one
         return jax.tree.map(
@@ -294,8 +278,10 @@ def _start_quantized(made: QuantizedWeight, stacked: bool) -> tuple[QuantizedWei
             stack, one,
         )  # fmt: skip
 
-    start = jax.jit(empty, out_shardings=shardings)()
-    return start, jax.jit(fill, donate_argnums=0, out_shardings=shardings)
+    return (
+        jax.jit(empty, out_shardings=shardings),
+        jax.jit(fill, donate_argnums=0, out_shardings=shardings),
+    )
 
 
 def _of_layer(sharding: Sharding, stacked: bool) -> Sharding:
@@ -303,11 +289,6 @@ def _of_layer(sharding: Sharding, stacked: bool) -> Sharding:
     if stacked and isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     return sharding
-
-
-def _shape(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    inner = shapes[names[0]]
-    return (len(names), *inner) if len(names) > 1 else inner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,16 +311,6 @@ def _local_parts(sharding: Sharding, shape: tuple[int, ...]) -> _LocalParts:
             distinct.append(part)
         devices.append((device, known[text]))
     return _LocalParts(distinct=distinct, devices=devices)
-
-
-def _empty(part: Part, shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Array:
-    sizes = [len(range(*s.indices(n))) for s, n in zip(part, shape, strict=True)]
-    return jnp.zeros(sizes, dtype, device=device)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _fill_layer(stack: Array, value: Array, layer: Array) -> Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, value, layer, 0)
 
 
 def _read_ahead(read: Callable[[Any], Any], jobs: Sequence[Any]) -> Iterator[Any]:
