@@ -82,6 +82,24 @@ def test_a_random_day_leaks_nothing_and_everybody_finishes(seed: int) -> None:
     assert pool.hits > 0
 
 
+def test_a_prompt_that_fits_a_step_of_its_own_is_not_cut_to_fill_anothers() -> None:
+    pool = PagePool(40, SIZE)
+    scheduler = Scheduler(pool, max_num_seqs=6, block=SIZE, max_blocks=4)
+    for size in (12, 8, 4, 30):
+        scheduler.add(_sequence(list(range(100 * size, 101 * size))))
+    planned: list[list[int]] = []
+    for _ in range(4):
+        plan = scheduler.plan()
+        planned.append([c.count for c in plan.chunks])
+        for chunk in plan.chunks:
+            scheduler.advance(chunk.sequence, chunk.count)
+            if chunk.completes:
+                chunk.sequence.tokens.append(1)
+    # 12 leaves one block, 8 needs two: it waits. 30 fits no step, so it fills what is left.
+    assert planned == [[12], [8, 4, 4], [16], [10]]
+    assert pool.queries == 12 + 8 + 4 + 30
+
+
 def test_equal_beginnings_share_pages_of_the_same_root_only() -> None:
     pool = PagePool(20, SIZE)
     scheduler = Scheduler(pool, max_num_seqs=2, block=16, max_blocks=2)

@@ -35,8 +35,14 @@ def serve(
         int, typer.Option("--max-num-seqs", help="Sequences computed at once.", min=1)
     ] = 16,
     max_num_batched_tokens: Annotated[
-        int, typer.Option("--max-num-batched-tokens", help="Prompt tokens a step.", min=16)
-    ] = 512,
+        int | None,
+        typer.Option(
+            "--max-num-batched-tokens",
+            help="Prompt tokens a step.",
+            min=16,
+            show_default="256 on CPU, 512 elsewhere",
+        ),
+    ] = None,
     cache_tokens: Annotated[
         int | None,
         typer.Option("--cache-tokens", help="Size of the cache.", show_default="by memory"),

@@ -27,6 +27,8 @@ from headrace.serve.programs import Shapes, check_shapes
 log = logging.getLogger(__name__)
 
 HOST_SHARE = 0.25  # of host memory, when the cache lives there
+BLOCKS = (2, 8, 32, 128, 512)  # of prompt tokens a step, what programs are compiled for
+CPU_BLOCKS = (2, 4, 8, 12, 16, 32, 64)  # compute is what counts there: little may be padding
 DEVICE_SHARE = 0.80  # of what the weights leave; the rest is for programs and their buffers
 
 
@@ -35,11 +37,12 @@ class EngineOptions:
     """How an engine is built.
 
     max_model_len: most tokens of prompt and answer; None takes the model's own, 4096 at most.
-    max_num_seqs: sequences computed at once. max_batched_tokens: prompt tokens a step.
-    page_size: tokens a page; None chooses by platform. cache_tokens: size of the cache; None takes
-    what max_num_seqs sequences of full length need, as far as memory goes. max_queue: sequences
-    that may wait; more are refused. prefix_caching: reuse equal beginnings. max_loras: adapter
-    slots, max_lora_rank: their largest rank. speculative_tokens: guesses a step from the text so
+    max_num_seqs: sequences computed at once. max_batched_tokens: prompt tokens a step; None is 256
+    on CPU, where a larger step only makes others wait, and 512 elsewhere. page_size: tokens a
+    page; None chooses by platform. cache_tokens: size of the cache; None takes what max_num_seqs
+    sequences of full length need, as far as memory goes. max_queue: sequences that may wait; more
+    are refused. prefix_caching: reuse equal beginnings. max_loras: adapter slots, max_lora_rank:
+    their largest rank. speculative_tokens: guesses a step from the text so
     far, 0 is off. merge: fold an adapter into its base. quantization: int8,
     int4 or nf4 stores the weights of linear layers so. kv_cache_dtype: "auto" keeps keys and values
     in the model's dtype, "int8" as codes with a scale for each token and head (not on TPU). dtype:
@@ -50,7 +53,7 @@ class EngineOptions:
 
     max_model_len: int | None = None
     max_num_seqs: int = 16
-    max_batched_tokens: int = 512
+    max_batched_tokens: int | None = None
     page_size: int | None = None
     cache_tokens: int | None = None
     max_queue: int = 256
@@ -74,7 +77,7 @@ class EngineOptions:
             f"{name} is {value}; it is at least {least}"
             for name, value, least in [
                 ("max_num_seqs", self.max_num_seqs, 1),
-                ("max_batched_tokens", self.max_batched_tokens, 16),
+                ("max_batched_tokens", self.max_batched_tokens or 16, 16),
                 ("max_queue", self.max_queue, 1),
                 ("max_loras", self.max_loras, 0),
                 ("max_lora_rank", self.max_lora_rank, 1),
@@ -141,9 +144,10 @@ def choose_shapes(model: ServedModel, options: EngineOptions) -> Shapes:
     longest = min(model.max_positions or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
     length = options.max_model_len or longest
     page = options.page_size or _page_size(length)
-    block = 16 if jax.default_backend() == "cpu" else 32
-    most = -(-options.max_batched_tokens // block)
-    blocks = sorted({min(b, most) for b in (2, 8, 32, 128, 512)} | {most})
+    on_cpu = jax.default_backend() == "cpu"
+    block, tokens, steps = (16, 256, CPU_BLOCKS) if on_cpu else (32, 512, BLOCKS)
+    most = -(-(options.max_batched_tokens or tokens) // block)
+    blocks = sorted({min(b, most) for b in steps} | {most})
     a_sequence = -(-(length + block) // page)
     wanted = options.max_num_seqs * a_sequence
     if options.cache_tokens is not None:

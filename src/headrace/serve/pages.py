@@ -83,9 +83,12 @@ class PagePool:
         for page in found:
             self._users[page] += 1
             self._idle.pop(page, None)
-        self.queries += len(tokens)
-        self.hits += len(found) * size
         return found, parent
+
+    def count(self, queries: int, hits: int) -> None:
+        """Tokens of an admitted prompt that were looked up, and those that were found."""
+        self.queries += queries
+        self.hits += hits
 
     def remember(self, parent: Hashable, tokens: Sequence[int], page: int) -> Hashable:
         """`page` is full of `tokens` and follows `parent`: let others find it. Returns its node."""

@@ -88,8 +88,10 @@ class Scheduler:
         # A sequence that was planned first may have been preempted for a later one.
         plan.decode = [s for s in plan.decode if s.slot >= 0]
         plan.chunks = [c for c in plan.chunks if c.sequence.slot >= 0]
-        while budget and self._admit():
+        shared = any(not c.drafts for c in plan.chunks)
+        while budget and self._admit(budget if shared else None):
             budget -= self._chunk(self.running[-1], budget, plan)
+            shared = True
         return plan
 
     def _chunk(self, sequence: Sequence, budget: int, plan: Plan) -> int:
@@ -100,8 +102,13 @@ class Scheduler:
         plan.chunks.append(Chunk(sequence=sequence, start=sequence.computed, count=count))
         return -(-count // self._block)
 
-    def _admit(self) -> bool:
-        """Start the first waiting sequence if it has a row and its prompt has pages."""
+    def _admit(self, room: int | None) -> bool:
+        """Start the first waiting sequence if it has a row and its prompt has pages.
+
+        room: blocks that another prompt leaves in this step. A prompt that does not fit there but
+        in a step of its own waits for that: cut in two it would answer no earlier, and its first
+        half would only delay the other.
+        """
         if not self.waiting or not self._free_slots:
             return False
         sequence = self.waiting[0]
@@ -114,12 +121,16 @@ class Scheduler:
             known, node = self.pool.find(sequence.root, sequence.tokens)
         needed = -(-len(sequence.tokens) // size) - len(known)
         spare = 1 if self.running else 0  # one more, so that the next decode does not preempt
-        if needed + spare > self.pool.num_available:
+        blocks = -(-(len(sequence.tokens) - len(known) * size) // self._block)
+        cut = room is not None and room < blocks <= self._max_blocks
+        if cut or needed + spare > self.pool.num_available:
             self.pool.release(known)
             return False
         self.waiting.popleft()
         sequence.pages, sequence.node = known, node
         sequence.computed = len(known) * size
+        if sequence.params.prompt_logprobs is None:
+            self.pool.count(len(sequence.tokens), sequence.computed)
         if not sequence.num_generated:
             sequence.num_cached = sequence.computed
         sequence.slot = self._free_slots.pop()
