@@ -44,7 +44,7 @@ _TO_TORCH: dict[np.dtype, torch.dtype] = {
 }
 # torch cannot hand these types to NumPy: they travel as integers of the same width.
 _CARRIER: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16}
-_NUMPY_NATIVE_KINDS = "biufc"
+_NATIVE = {t for t, e in _EXACT.items() if e.type.__module__ == "numpy"} - {torch.complex32}
 
 
 def to_jax_dtype(dtype: torch.dtype) -> np.dtype:
@@ -78,17 +78,17 @@ def default_int() -> np.dtype:
 
 def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A CPU tensor's values as NumPy, in its exact dtype; shares memory when it can."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
-    if tensor.dtype == torch.complex32:
-        tensor = tensor.to(torch.complex64)
     if tensor._is_zerotensor():
         tensor = tensor.clone()
+    if tensor.dtype == torch.complex32:
+        tensor = tensor.to(torch.complex64)
+    if tensor.dtype in _NATIVE:
+        return tensor.numpy(force=True)
     exact = _EXACT.get(tensor.dtype)
     if exact is None:
         to_jax_dtype(tensor.dtype)
     assert exact is not None
-    if exact.kind in _NUMPY_NATIVE_KINDS and exact.type.__module__ == "numpy":
-        return tensor.numpy(force=True)
+    tensor = tensor.detach().cpu()
     return tensor.contiguous().view(_CARRIER[exact.itemsize]).numpy(force=True).view(exact)
 
 

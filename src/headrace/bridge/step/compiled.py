@@ -43,6 +43,7 @@ from headrace.bridge.step.watch import Surroundings
 log = logging.getLogger(__name__)
 
 Mode = Literal["one_program", "two_programs"]
+_INPUTS = (torch.Tensor, int, float, bool, str, type(None))
 _TRAINING = operator.itemgetter("training")
 
 
@@ -436,12 +437,12 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
     if not kwargs and all(isinstance(a, torch.Tensor) for a in args):
         return list(args), len(args)
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    problems = [
-        f"  {pytree.keystr(path)} is a {type(leaf).__name__}"
-        for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]
-        if not isinstance(leaf, (torch.Tensor, int, float, bool, str, type(None)))
-    ]
-    if problems:
+    if not all(isinstance(leaf, _INPUTS) for leaf in leaves):
+        problems = [
+            f"  {pytree.keystr(path)} is a {type(leaf).__name__}"
+            for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]
+            if not isinstance(leaf, _INPUTS)
+        ]
         raise TypeError(
             "the step was called with values that cannot be inputs of a program:\n"
             + "\n".join(problems)
@@ -473,15 +474,15 @@ def _to_device(tensor: torch.Tensor, dtype: np.dtype) -> Any:
 def _results(program: StepProgram, arrays: Sequence[Any], values: Sequence[float]) -> Any:
     host = program.host_results(*values)
     leaves: list[Any] = []
-    for kind, what, *dtype in program.results:
+    for kind, what, *tensor in program.results:
         if kind == "fixed":
             leaves.append(what)
         elif kind == "number":
             leaves.append(host[what])
-        elif dtype[0] is None:  # the step said .item(): its caller wants a Python number
+        elif tensor[0] is None:  # the step said .item(): its caller wants a Python number
             leaves.append(np.asarray(arrays[what]).item())
         else:
-            leaves.append(LazyTensor(arrays[what], dtype[0]))
+            leaves.append(LazyTensor(arrays[what], *tensor))
     return pytree.tree_unflatten(leaves, program.out_spec)
 
 

@@ -48,7 +48,7 @@ class StepProgram:
     `(donated, kept + inputs + externals, numbers, seed)` and returns `written + results`.
     `numbers` maps the host's symbols to the program's numbers, `counters` to counters afterwards,
     `guards` to booleans that must all be true. `results` says what each leaf of the step's own
-    result is: `("array", i, dtype)`, `("number", i)` of `host_results`, or `("fixed", value)`.
+    result is: `("array", i, shape, dtype)`, `("number", i)` of `host_results`, `("fixed", value)`.
     """
 
     read: tuple[Key, ...]
@@ -259,8 +259,9 @@ def _describe(outs: Sequence[Any], fixed: Sequence[Any]) -> tuple[tuple[Any, ...
         out = next(live)
         if isinstance(out, fx.Node):
             record = out.meta["val"]
-            dtype = record.dtype if isinstance(record, torch.Tensor) else None
-            described.append(("array", arrays, dtype))
+            tensor = isinstance(record, torch.Tensor)
+            kind = (tuple(record.shape), record.dtype) if tensor else (None, None)
+            described.append(("array", arrays, *kind))
             arrays += 1
         else:
             described.append(("number", numbers))

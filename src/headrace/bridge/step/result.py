@@ -23,8 +23,10 @@ class LazyTensor(torch.Tensor):
     _fetched: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls: type, array: jax.Array, dtype: torch.dtype) -> LazyTensor:
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, tuple(array.shape), dtype=dtype)
+    def __new__(
+        cls: type, array: jax.Array, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> LazyTensor:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         made.array = array
         made._fetched = None
         return made
