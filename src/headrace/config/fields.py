@@ -154,6 +154,11 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid"):
     model_name_or_path: str | None = _model(None, "Folder or hub id of the model.")
     model_revision: str = _model("main", "Branch, tag or commit of a hub model.")
     trust_remote_code: bool = _model(False, "Run Python code that comes with the model.")
+    verify_weights: bool = _model(
+        False,
+        "Compare weight files from the hub with the hub's SHA-256 before they are used (reads them "
+        "once more). Folders with SHA256SUMS, as written here, are always compared.",
+    )
     dtype: Dtype = _model("auto", "Compute dtype; auto keeps the checkpoint's own.")
     processing_class: str | None = _model(
         None, "Folder or hub id of the tokenizer.", shown="the model's"

@@ -32,11 +32,12 @@ import numpy as np
 from safetensors import safe_open
 
 from headrace.errors import CheckpointError
-from headrace.train.durable import flush, sha256, write_arrays, written_order
+from headrace.train.durable import flush, write_arrays, written_order
 from headrace.train.placement import OnHost
 from headrace.train.placement import like as place_like
 from headrace.train.processes import is_first, wait_for_all
 from headrace.train.state import TrainState
+from headrace.weights.checksums import sha256
 
 FORMAT = 1
 STATE_FILE, PROGRESS_FILE, MANIFEST_FILE = (

@@ -55,12 +55,6 @@ def _put(file: BinaryIO, digest: Any, data: Any) -> None:
     digest.update(data)
 
 
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def flush(path: Path) -> None:
     """Wait until a file's bytes, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -32,6 +32,8 @@ from headrace.train.losses import (
     TokenClassificationLoss,
     causal_loss,
 )
+from headrace.weights.checksums import check_sums
+from headrace.weights.files import model_folder
 
 EvalSums = Sequence[Mapping[str, np.ndarray]]
 Names = Mapping[str, tuple[str, ...]]
@@ -90,6 +92,9 @@ def load_pretrained(
 ) -> tuple[Any, Mapping[str, Any]]:
     """from_pretrained and its loading report; ConfigError says what a name lacks."""
     name = str(config.model_name_or_path)
+    with explained(name, "model_name_or_path", "model"):
+        folder = model_folder(name, config.model_revision) if config.verify_weights else Path(name)
+    check_sums(folder, hub=config.verify_weights)
     with explained(name, "model_name_or_path", "model"):
         return auto.from_pretrained(
             name, output_loading_info=True, **options, **_load_options(config)

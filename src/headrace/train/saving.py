@@ -28,6 +28,7 @@ from headrace.train.setup import Run
 from headrace.train.state import TrainState, cast_params
 from headrace.train.streaming import host_memory, is_streamed, save_streamed
 from headrace.weights import load_torch_model
+from headrace.weights.checksums import write_sums
 
 # Largest difference of logits, as a share of their size, that rounding explains.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -79,6 +80,7 @@ def save_run(run: Run, state: TrainState, path: str | Path) -> None:
             base.generation_config.to_json_file(str(Path(path) / "generation_config.json"))
     else:
         run.model.save_pretrained(str(path))
+    write_sums(path)
     run.processing_class.save_pretrained(str(path))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 from peft import PeftModel
@@ -26,7 +27,8 @@ from headrace.train.durable import write_arrays, written_order
 from headrace.train.placement import Placement, host_value
 from headrace.train.processes import is_first
 from headrace.weights import meta_model
-from headrace.weights.files import INDEX, SINGLE
+from headrace.weights.checksums import check_sums, write_sums
+from headrace.weights.files import INDEX, SINGLE, model_folder
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -44,14 +46,9 @@ def can_stream(config: TrainConfig, objective: Any, placement: Placement) -> boo
 def structure(config: TrainConfig, objective: Any) -> tuple[nn.Module, Path]:
     """The model without weights, and the folder its files are in (downloaded if need be)."""
     name = str(config.model_name_or_path)
-    folder = Path(name)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        patterns = ["*.safetensors", "*.json"]
-        folder = Path(
-            snapshot_download(name, revision=config.model_revision, allow_patterns=patterns)
-        )
+    folder = model_folder(name, config.model_revision)
+    share = (jax.process_index(), jax.process_count())
+    check_sums(folder, hub=config.verify_weights, share=share)
     model: Any = meta_model(
         name,
         task=objective.auto_class,
@@ -111,9 +108,10 @@ def save_streamed(
     files = [SINGLE] if count == 1 else [
         f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
     ]  # fmt: skip
+    digests: dict[str, str] = {}
     for file, group in zip(files, groups, strict=True):
         if is_first():
-            write_arrays(folder / file, group)
+            digests[file] = write_arrays(folder / file, group)
         else:
             for name in written_order(group):
                 np.asarray(group[name])
@@ -122,6 +120,8 @@ def save_streamed(
         places = {n: f for f, group in zip(files, groups, strict=True) for n in group}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True), encoding="utf-8")
+    if is_first():
+        write_sums(folder, digests)
     return files
 
 

@@ -2,6 +2,7 @@
 
 adapter.py   a folder -> the torch model it stands for, adapter included
 files.py     safetensors read by range
+checksums.py SHA-256 of weight files, written and compared
 stream.py    files -> each device's part of the stored arrays
 meta.py      a model's structure without its weights
 quantization.py  which weights are stored in 8 or 4 bits

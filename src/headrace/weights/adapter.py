@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import nn
 
 from headrace.errors import AdapterError, ConfigError
+from headrace.weights.checksums import check_sums
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -54,6 +55,7 @@ def load_torch_model(
     without a base.
     """
     adapter = find_adapter(name)
+    check_sums(name)
     options: dict[str, Any] = {
         "dtype": "auto" if dtype == "auto" else getattr(torch, dtype),
         "trust_remote_code": trust_remote_code,
@@ -69,6 +71,7 @@ def load_torch_model(
     kind = auto_class(
         task_of_adapter(adapter) or task or _task_of_config(source, trust_remote_code)
     )
+    check_sums(source)
     model = kind.from_pretrained(source, **options, **_label_options(Path(name), adapter))
     take_generation_config(model, Path(name))
     # In the base's dtype: a float32 copy of a bfloat16 adapter would compute something else.

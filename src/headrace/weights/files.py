@@ -66,6 +66,16 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def model_folder(name: str | Path, revision: str = "main") -> Path:
+    """The folder of a model: itself, or the hub's files, downloaded if need be."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.json"]
+    return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
+
+
 def find_weights(folder: str | Path) -> dict[str, TensorEntry]:
     """Every tensor of a model folder by name.
 

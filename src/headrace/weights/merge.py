@@ -17,6 +17,7 @@ from torch import nn
 
 from headrace.errors import AdapterError, ConfigError
 from headrace.weights.adapter import find_adapter, load_torch_model
+from headrace.weights.checksums import write_sums
 
 # Largest difference of float32 logits, as a share of their size, that rounding explains.
 TOLERANCE = 1e-3
@@ -155,6 +156,7 @@ def _write(
     shutil.rmtree(partial, ignore_errors=True)
     saved: Any = model
     saved.save_pretrained(str(partial), max_shard_size=max_shard_size)
+    write_sums(partial)
     _copy_tokenizer(adapter, base or saved.name_or_path, partial)
     if output_dir.exists():
         output_dir.rmdir()
