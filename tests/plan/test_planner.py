@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -229,6 +231,63 @@ def test_compiled_memory_is_the_compilers_own(tmp_path):
     assert report["memory"]["trained weights (float32)"] == 4 * trained
     assert report["memory"]["optimizer"] == pytest.approx(8 * trained, rel=0.001)
     assert report["seconds"] > report["device_flops"] / 197e12
+
+
+@needs_compiler
+def test_an_evaluation_is_a_program_of_its_own(tmp_path):
+    """Forward only, on a mesh: its FLOPs are the formula's, nothing of the optimizer is there."""
+    config = recipe(llama(tmp_path), lora_target_modules=".*q_proj", mesh={"fsdp": 4})
+    subject = read_subject(config)
+    candidate = default_candidate(subject, "v5e-4", "evaluate")
+    assert (candidate.rows, candidate.accumulation) == (32, 1)
+    report = compile_candidate(program.capture_model(config), candidate)
+    plan = analytic_plan(subject, candidate)
+    tokens = candidate.device_tokens
+    assert report["parts"]["loss head"]["flops"] == 2 * tokens * 1024 * 256
+    matrices = sum(kind.count * kind.used for kind in subject.shape.layers)
+    assert report["parts"]["matmuls, forward"]["flops"] == pytest.approx(
+        2 * tokens * (matrices + subject.training.adapter), rel=0.02
+    )
+    assert "optimizer" not in report["memory"]
+    assert report["memory"]["frozen weights"] < 0.3 * subject.training.stored
+    assert plan.num_steps == 313  # 10,000 rows, 32 at a time
+    assert "per_device_eval_batch_size" in plan.settings()
+
+
+def test_a_finalist_that_is_too_large_gives_way_to_the_next(tmp_path, monkeypatch):
+    """The analytic model is wrong about `none` here: the compiler says four times as much."""
+    asked: list[str] = []
+
+    def compiled(subject, candidates, **options):
+        found = []
+        for each in candidates:
+            asked.append(each.remat)
+            plan = analytic_plan(subject, each)
+            factor = 4 if each.remat == "none" else 1
+            memory = {name: factor * size for name, size in plan.memory.items()}
+            fits = sum(memory.values()) <= plan.limit
+            found.append(replace(plan, report={"fits": fits, "memory": memory}))
+        return found
+
+    monkeypatch.setattr(sys.modules[search.__module__], "compiled_plans", compiled)
+    monkeypatch.setattr(sys.modules[search.__module__], "obstacle", lambda *given: "")
+    model = Path(__file__).parents[2] / "examples" / "planning" / "gemma-2b"
+    subject = read_subject(recipe(str(model), max_length=2048, dtype="bfloat16"))
+    found = search(subject, slices=["v5e-1"], finalists=1)
+    assert asked[0] == "none"
+    assert asked[-1] != "none"
+    assert found.plans[0].compiled
+    assert found.plans[0].fits
+
+
+def test_an_evaluation_that_does_not_fit_needs_smaller_batches(tmp_path, capsys):
+    words = ["plan", "--model_name_or_path", llama(tmp_path), "--evaluate", "--no-compile"]
+    words += ["--slice", "v5e-1", "--per_device_eval_batch_size", "65536", "--max_length", "4096"]
+    assert run(words) == 3
+    shown = capsys.readouterr().out
+    assert "per_device_eval_batch_size: " in shown
+    assert "gradient_accumulation_steps" not in shown
+    assert run([*words, "--search"]) == 2
 
 
 @needs_compiler

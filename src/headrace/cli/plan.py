@@ -49,6 +49,9 @@ def plan(
     style: Annotated[str, typer.Option("--format", help="text or json.")] = "text",
     html: Annotated[str | None, typer.Option(help="Also write a page with pictures here.")] = None,
     picture: Annotated[str | None, typer.Option(help="PNG of time against money.")] = None,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Plan an evaluation during training.")
+    ] = False,
     serve: Annotated[
         bool, typer.Option("--serve", help="Plan serving the model instead of training it.")
     ] = False,
@@ -77,6 +80,10 @@ def plan(
         raise ConfigError("no slice: give --slice v5p-8 (or several), plan.slice, or --search.")
     if serve and (search or not names or html or picture):
         raise ConfigError("--serve plans the slices of --slice, as text or JSON; no search, page.")
+    if evaluate and (search or serve or all_flags):
+        raise ConfigError(
+            "--evaluate plans the slices of --slice; not with --search, --serve, --all-flags."
+        )
     console = _console(style)
     for note in resolved.notes:
         console.print(f"note: {note}", style="yellow", markup=False)
@@ -84,7 +91,8 @@ def plan(
         traffic = {"prompt": prompt_tokens, "answer": answer_tokens, "streams": streams}
         options = {"tensor": tensor, "kv_cache_dtype": kv_cache_dtype, "prices": prices}
         return _serving(resolved.config, names, console, style, traffic, options)
-    measured = _measured(resolved.config, console)
+    config = _evaluated(resolved.config) if evaluate else resolved.config
+    measured = _measured(config, console)
     if search:
         limits = {
             "budget": budget,
@@ -105,8 +113,8 @@ def plan(
         )
     plans = [
         _one(
-            resolved.config, measured, name, console, compiled=compiled, prices=prices, style=style,
-            all_flags=all_flags, explain=explain,
+            config, measured, name, console, compiled=compiled, prices=prices, style=style,
+            all_flags=all_flags, explain=explain, evaluate=evaluate,
         )
         for name in names
     ]  # fmt: skip
@@ -140,6 +148,13 @@ def _serving(
         for plan in plans:
             show_serving(plan, console)
     return 0 if all(plan.fits for plan in plans) else EXIT_DOES_NOT_FIT
+
+
+def _evaluated(config: TrainConfig) -> TrainConfig:
+    """The configuration whose dataset is the evaluation data: what `--evaluate` measures."""
+    if config.eval_dataset_name is None:
+        return config
+    return config.replace(dataset_name=config.eval_dataset_name, packing=config.eval_packing)
 
 
 def _check_words(style: str, objective: str) -> None:
@@ -200,6 +215,7 @@ def _one(
     style: str,
     all_flags: bool,
     explain: bool,
+    evaluate: bool,
 ) -> Plan:
     from headrace.plan.planner import make_plan, obstacle
     from headrace.plan.report import show_plan
@@ -217,7 +233,7 @@ def _one(
     with _Progress(console) as progress:
         found = make_plan(
             config, name, compile=compiled, prices=prices, say=progress.say, first=first,
-            all_flags=all_flags, measured=measured,
+            all_flags=all_flags, measured=measured, work="evaluate" if evaluate else "train",
         )  # fmt: skip
     if style == "text":
         show_plan(found, console, explain=explain)

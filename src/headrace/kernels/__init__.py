@@ -16,7 +16,11 @@ Imports nothing of Headrace but its errors.
 from headrace.kernels.attention import attention, target_platform
 from headrace.kernels.attention_chunked import RESIDUALS as ATTENTION_RESIDUALS
 from headrace.kernels.attention_sharded import attention_on_mesh
-from headrace.kernels.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from headrace.kernels.linear_cross_entropy import (
+    LinearCrossEntropy,
+    chunk_tokens,
+    linear_cross_entropy,
+)
 from headrace.kernels.linear_cross_entropy_sharded import linear_cross_entropy_on_mesh
 
 __all__ = [
@@ -24,6 +28,7 @@ __all__ = [
     "LinearCrossEntropy",
     "attention",
     "attention_on_mesh",
+    "chunk_tokens",
     "linear_cross_entropy",
     "linear_cross_entropy_on_mesh",
     "target_platform",

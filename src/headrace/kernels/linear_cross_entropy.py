@@ -93,7 +93,7 @@ def linear_cross_entropy(
     supervised_T = labels_T != ignore_index
     weights = jnp.ones(T, wide) if weights_T is None else weights_T.astype(wide)
     weights = lax.stop_gradient(jnp.where(supervised_T, weights, 0.0))
-    settings = _Settings(tail, label_smoothing, chunk or _default_chunk(T, V), weight_grad)
+    settings = _Settings(tail, label_smoothing, chunk or chunk_tokens(T, V), weight_grad)
     order_T = jnp.argsort(weights == 0.0, stable=True).astype(jnp.int32)
     labels = jnp.where(supervised_T, labels_T, 0)
     tokens = _Tokens(order_T, labels, weights, jnp.sum(weights != 0.0, dtype=jnp.int32))
@@ -102,7 +102,8 @@ def linear_cross_entropy(
     return LinearCrossEntropy(loss_sum, weights.sum(), correct)
 
 
-def _default_chunk(num_tokens: int, vocabulary: int) -> int:
+def chunk_tokens(num_tokens: int, vocabulary: int) -> int:
+    """Tokens of a chunk unless one is asked for: 64 MiB of float32 logits, a multiple of 128."""
     fitting = CHUNK_BYTES // (4 * vocabulary)
     chunk = max(fitting // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
     return min(chunk, max(num_tokens, 1))

@@ -34,6 +34,9 @@ def smallest_changes(plan: Plan) -> list[Change]:
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Candidate]]:
     each = plan.candidate
+    if each.work == "evaluate":
+        yield from _for_evaluation(plan)
+        return
     for policy in _ORDER.get(each.remat, ()):
         yield f"activation_checkpointing: {policy}", each.but(remat=policy)
     lean = each.but(remat="full") if each.remat in _ORDER else each
@@ -57,6 +60,15 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Candidate]]:
         )
         length //= 2
     yield from _larger_slices(plan, lean, also)
+
+
+def _for_evaluation(plan: Plan) -> Iterator[tuple[str, Candidate]]:
+    each = plan.candidate
+    batch = each.batch_size // 2
+    while batch >= 1:
+        yield f"per_device_eval_batch_size: {batch}", each.but(batch_size=batch)
+        batch //= 2
+    yield from _larger_slices(plan, each.but(batch_size=1), "")
 
 
 def _larger_slices(plan: Plan, lean: Candidate, also: str) -> Iterator[tuple[str, Candidate]]:

@@ -18,7 +18,7 @@ from headrace.plan.shape import LayerKind, ModelShape
 
 GB = 1e9
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_LOSS_CHUNK_BYTES = 2**26  # float32 logits of a chunk, kernels/linear_cross_entropy.py
+_LOSS_CHUNK_BYTES = 2**26  # float32 logits of a chunk of at least 128 tokens, see kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,16 +143,14 @@ def estimate(
 def model_flops(training: Training, candidate: Candidate) -> float:
     """FLOPs of a step on all devices: forward, gradients of activations, gradients of what is
     trained; attention by the pairs a query sees."""
-    shape, tokens = training.shape, candidate.step_positions
+    shape, tokens, passes = training.shape, candidate.step_positions, _passes(training, candidate)
     matrices = sum(kind.count * kind.used for kind in shape.layers)
     head = shape.embedding if shape.causal and training.task == "causal" else 0
-    per_token = 4.0 * (matrices + head)
-    if training.adapts:
-        per_token += 6.0 * training.adapter
-    else:
-        per_token += 2.0 * (matrices + head)
+    per_token = 2.0 * (matrices + head) * (passes.products - passes.again)
+    per_token += 2.0 * training.adapter * (passes.adapters - passes.again)
+    backward = 3 if candidate.work == "train" else 1
     attention = sum(
-        kind.count * 3 * _attention_flops(kind, candidate.length, shape.causal)
+        kind.count * backward * _attention_flops(kind, candidate.length, shape.causal)
         for kind in shape.layers
     )
     return tokens * per_token + tokens / candidate.length * attention
@@ -172,7 +170,8 @@ def memory_by_cause(training: Training, candidate: Candidate) -> dict[str, int]:
     split = candidate.axis("fsdp") * candidate.axis("tensor") * candidate.axis("expert")
     trained = _trained_locally(training, candidate)
     tokens = candidate.device_tokens
-    kept = _kept(training, candidate) * tokens
+    trains = candidate.work == "train"
+    kept = _kept(training, candidate) * tokens if trains else 0.0
     layer = _working(training, candidate) * tokens
     gathered = 0.0
     if candidate.axis("fsdp") > 1:
@@ -180,25 +179,22 @@ def memory_by_cause(training: Training, candidate: Candidate) -> dict[str, int]:
         gathered = 2.0 * biggest * item / candidate.axis("tensor")
     logits = 0.0
     if training.task == "causal":
-        logits = min(_LOSS_CHUNK_BYTES, 4.0 * tokens * shape.vocabulary)
+        chunk = max(_LOSS_CHUNK_BYTES, 4 * 128 * shape.vocabulary)
+        logits = min(chunk, 4.0 * tokens * shape.vocabulary)
     compute_copies = 0.0 if item == 4 else trained * item
     head_gradient = 0.0
     if not training.adapts and training.task == "causal":
         head_gradient = 4.0 * shape.embedding / split
+    gradients = 8.0 * trained + logits + head_gradient if trains else 0.0
     found = {
         "frozen weights": training.stored / split if training.frozen else 0.0,
         "trained weights (float32)": 4.0 * trained,
-        "optimizer": training.optimizer_bytes * trained,
+        "optimizer": training.optimizer_bytes * trained if trains else 0.0,
         "batch and buffers": 4.0 * 4 * candidate.accumulation * tokens,
         "activations kept": kept,
         "logits of a chunk": logits,
         # gradients, their accumulators, a layer's own values, gathered weights
-        "temporaries": 8.0 * trained
-        + compute_copies
-        + layer
-        + gathered
-        + 2 * logits
-        + head_gradient,
+        "temporaries": gradients + compute_copies + layer + gathered + logits,
         "program": 48e6,
     }
     return {name: int(value) for name, value in found.items()}
@@ -262,6 +258,9 @@ def _working(training: Training, candidate: Candidate) -> float:
     layers make, but what was kept already."""
     shape = training.shape
     share = shape.period / shape.num_layers
+    if candidate.work == "evaluate":  # values of a layer die as it goes on
+        widest = max(kind.feed_forward / candidate.axis("tensor") for kind in shape.layers)
+        return training.item * (4.0 * shape.hidden + 2.0 * widest)
     values = sum(
         kind.count
         * share
@@ -274,7 +273,44 @@ def _working(training: Training, candidate: Candidate) -> float:
     return training.item * max(values, 4.0 * shape.hidden)
 
 
-_PASSES = {"none": 0.0, "dots": 0.25, "attention": 0.85, "offload": 0.85, "full": 1.0, "auto": 1.0}
+_RECOMPUTED = {
+    "none": 0.0,
+    "dots": 0.25,
+    "attention": 0.85,
+    "offload": 0.85,
+    "full": 1.0,
+    "auto": 1.0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Passes:
+    """How often each kind of work is done for a token; a forward pass counts 1.
+
+    again: the share of it that is there to recompute activations.
+    """
+
+    again: float
+    products: float
+    adapters: float
+    attention: float
+    streamed: float
+    head: float
+    gathers: float
+    sums: float
+
+
+def _passes(training: Training, candidate: Candidate) -> _Passes:
+    if candidate.work == "evaluate":
+        return _Passes(
+            again=0.0, products=1.0, adapters=1.0, attention=1.0, streamed=1.0, head=1.0,
+            gathers=1.0, sums=1.0,
+        )  # fmt: skip
+    again, full = _RECOMPUTED[candidate.remat], 0.0 if training.adapts else 1.0
+    return _Passes(
+        again=again, products=2.0 + again + full, adapters=3.0 + again, attention=3.5 + again,
+        streamed=2.2 + again, head=2.0 + full, gathers=2.0, sums=2.0 + again,
+    )  # fmt: skip
 
 
 def _times(training: Training, candidate: Candidate, supervised_share: float) -> dict[str, float]:
@@ -283,13 +319,13 @@ def _times(training: Training, candidate: Candidate, supervised_share: float) ->
     rates = RATES[chip.name]
     tensor = candidate.axis("tensor")
     tokens = candidate.device_tokens * candidate.accumulation
-    again = _PASSES[candidate.remat]
+    passes = _passes(training, candidate)
     rate = chip.flops * rates.matmul * (1.0 if training.item == 2 else 0.35)
     matrices = sum(kind.count * kind.used for kind in shape.layers) / tensor
-    products = 2.0 + again + (0.0 if training.adapts else 1.0)
-    found = {"matmuls": 2.0 * tokens * matrices * products / rate}
+    found = {"matmuls": 2.0 * tokens * matrices * passes.products / rate}
     if training.adapts:
-        found["adapters"] = 2.0 * tokens * training.adapter / tensor * (3 + again) / (rate * 0.5)
+        adapters = 2.0 * tokens * training.adapter / tensor * passes.adapters
+        found["adapters"] = adapters / (rate * 0.5)
     attention = (
         sum(
             kind.count * _attention_flops(kind, candidate.length, shape.causal)
@@ -300,7 +336,7 @@ def _times(training: Training, candidate: Candidate, supervised_share: float) ->
     )
     narrow = min(1.0, min(kind.head_size for kind in shape.layers) / 128)
     found["attention"] = (
-        tokens * attention * (3.5 + again) / (chip.flops * rates.attention * narrow)
+        tokens * attention * passes.attention / (chip.flops * rates.attention * narrow)
     )
     found["elementwise"] = (
         tokens * _streamed(training, candidate) / (chip.hbm_bandwidth * rates.hbm)
@@ -308,10 +344,11 @@ def _times(training: Training, candidate: Candidate, supervised_share: float) ->
     if training.task == "causal":
         # a head is computed once for a chunk, and its gradient with it
         head = shape.embedding / tensor * tokens * supervised_share
-        found["loss head"] = 2.0 * head * (2 if training.adapts else 3) / (rate * 0.8)
+        found["loss head"] = 2.0 * head * passes.head / (rate * 0.8)
     trained = _trained_locally(training, candidate)
     update = 8.0 + 2 * training.optimizer_bytes + 2 * training.item + 8 * candidate.accumulation
-    found["optimizer"] = trained * update / (chip.hbm_bandwidth * rates.hbm)
+    if candidate.work == "train":
+        found["optimizer"] = trained * update / (chip.hbm_bandwidth * rates.hbm)
     found |= _link_times(training, candidate)
     return found
 
@@ -319,13 +356,12 @@ def _times(training: Training, candidate: Candidate, supervised_share: float) ->
 def _streamed(training: Training, candidate: Candidate) -> float:
     """HBM bytes for one token of everything that is not a product: norms, activations, copies."""
     shape, tensor = training.shape, candidate.axis("tensor")
-    passes = 2.2 + _PASSES[candidate.remat]
     values = sum(
         kind.count
         * (6 * shape.hidden + (1.5 * kind.feed_forward + 3 * kind.heads * kind.head_size) / tensor)
         for kind in shape.layers
     )
-    return values * training.item * passes
+    return values * training.item * _passes(training, candidate).streamed
 
 
 def _link_times(training: Training, candidate: Candidate) -> dict[str, float]:
@@ -333,21 +369,21 @@ def _link_times(training: Training, candidate: Candidate) -> dict[str, float]:
     rate = chip.link_bandwidth * hardware.usable_links * RATES[chip.name].links
     found: dict[str, float] = {}
     fsdp, data, tensor = (candidate.axis(name) for name in ("fsdp", "data", "tensor"))
-    weights = training.stored / tensor
+    weights, passes = training.stored / tensor, _passes(training, candidate)
+    trains = candidate.work == "train"
     moved = 0.0
     if fsdp > 1:
         share = (fsdp - 1) / fsdp
-        turns = 2 * candidate.accumulation  # forward, and once more for the backward pass
-        moved += weights * share * turns
-        if not training.adapts:
+        moved += weights * share * passes.gathers * candidate.accumulation
+        if trains and not training.adapts:
             moved += 2 * weights * share * candidate.accumulation
-    if data > 1:
+    if data > 1 and trains:
         moved += 2 * 4.0 * training.trained / fsdp / tensor * (data - 1) / data
     if moved:
         found["links: weights and gradients"] = moved / rate
     if tensor > 1:
         tokens = candidate.device_tokens * candidate.accumulation
-        sums = 2 * training.shape.num_layers * (2 + _PASSES[candidate.remat])
+        sums = 2 * training.shape.num_layers * passes.sums
         moved = sums * tokens * training.shape.hidden * training.item * 2 * (tensor - 1) / tensor
         found["links: activations"] = moved / rate
     return found

@@ -8,20 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from headrace.errors import ConfigError
 from headrace.plan.hardware import Slice, parse_slice
 
 AXES = ("data", "fsdp", "tensor", "context", "expert")
 _BATCH_AXES = ("data", "fsdp", "expert")
+Work = Literal["train", "evaluate"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """mesh: devices along each axis, as `mesh` of a configuration. batch_size: rows of a
     micro-batch for each device that rows are divided over. length: tokens in a row. flags: name
-    of a set in flags.py. share: real tokens over computed positions."""
+    of a set in flags.py. work: an optimizer step, or one batch of an evaluation."""
 
     slice_name: str
     mesh: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -31,6 +32,7 @@ class Candidate:
     packing: bool = True
     remat: str = "full"
     flags: str = "default"
+    work: Work = "train"
 
     @property
     def hardware(self) -> Slice:
@@ -60,7 +62,7 @@ class Candidate:
 
     @property
     def step_positions(self) -> int:
-        """Positions of an optimizer step on all devices, padding included."""
+        """Positions of a step on all devices, padding included."""
         return self.rows * self.length * self.accumulation
 
     def but(self, **changes: Any) -> Self:

@@ -48,7 +48,7 @@ def compile_candidate(
     found = known(program)
     if found is not None:
         return found
-    arguments = argument_bytes(step)
+    arguments = {name: _local_bytes(tree) for name, tree in step.arguments.items()}
     options = dict(FLAG_SETS[candidate.flags])
     say(f"compiling for {candidate.slice_name}, flags {candidate.flags}")
     start = time.perf_counter()
@@ -86,7 +86,7 @@ def compile_candidate(
         module,
         candidate.hardware,
         assumptions=Assumptions(causal=captured.config.task == "causal"),
-        dynamic_trips=loss_chunks(candidate.device_tokens * supervised_share),
+        dynamic_trips=loss_turns(step, supervised_share),
     )
     memory = memory_by_cause(compiled.memory_analysis(), arguments, module)
     total = sum(memory.values())
@@ -110,18 +110,6 @@ def program_hash(lowered: Any, candidate: Candidate) -> str:
     parts = (candidate.hardware.topology_name, sorted(FLAG_SETS[candidate.flags].items()))
     digest.update(repr((*parts, version("jax"), version("libtpu"))).encode())
     return digest.hexdigest()[:24]
-
-
-def argument_bytes(step: LoweredStep) -> dict[str, int]:
-    """Bytes on one device of what goes into the step, by cause."""
-    state = step.state
-    groups = {
-        "frozen weights": step.frozen,
-        "trained weights (float32)": state.trainable,
-        "optimizer": state.opt_state,
-        "batch and buffers": (step.batch, state.buffers, state.step),
-    }
-    return {name: _local_bytes(tree) for name, tree in groups.items()}
 
 
 def _local_bytes(tree: Any) -> int:
@@ -218,24 +206,17 @@ def _loss_head(module: Module) -> list[tuple[str, Instruction]]:
     ]
 
 
-def loss_chunks(supervised: float) -> Callable[[Module, Instruction], int | None]:
-    """Turns of the loss loop, whose bound is the number of supervised tokens on a device."""
+def loss_turns(step: LoweredStep, share: float) -> Callable[[Module, Instruction], int | None]:
+    """Turns of the loss loop, whose bound is the number of supervised tokens on a device.
+
+    share: supervised tokens over all positions.
+    """
 
     def turns(module: Module, loop: Instruction) -> int | None:
         frames = " ".join(module.frames.get(loop.frame, ()))
-        if "linear_cross_entropy" not in frames or loop.called is None:
+        if "linear_cross_entropy" not in frames or not step.loss_chunk:
             return None
-        outputs = [
-            shape.sizes
-            for each in module.computations[loop.called].instructions
-            if each.is_matmul
-            for shape in each.shapes
-            if len(shape.sizes) == 2
-        ]
-        if not outputs:
-            return None
-        chunk = min(max(outputs, key=math.prod))
-        return max(1, math.ceil(supervised / chunk))
+        return max(1, math.ceil(step.loss_tokens * share / step.loss_chunk))
 
     return turns
 

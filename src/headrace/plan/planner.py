@@ -17,7 +17,7 @@ from headrace.config import TrainConfig
 from headrace.errors import ConfigError, PlanError
 from headrace.plan.analytic import Estimate, Training, estimate, training_of
 from headrace.plan.automatic import Here, automatic_settings, least_remat, local_candidate
-from headrace.plan.candidate import Candidate, check_mesh
+from headrace.plan.candidate import Candidate, Work, check_mesh
 from headrace.plan.compiler import Answer, Say, compile_all
 from headrace.plan.hardware import Slice, parse_slice
 from headrace.plan.prices import Price, read_prices, slice_price
@@ -198,6 +198,12 @@ class Plan:
         each = self.candidate
         mesh = {name: size for name, size in each.mesh.items() if size > 1}
         found: dict[str, Any] = {"mesh": mesh} if mesh else {}
+        if each.work == "evaluate":
+            return found | {
+                "per_device_eval_batch_size": each.batch_size,
+                "max_length": each.length,
+                "eval_packing": each.packing,
+            }
         return found | {
             "per_device_train_batch_size": each.batch_size,
             "gradient_accumulation_steps": each.accumulation,
@@ -213,6 +219,7 @@ class Plan:
         per_chip = self.hardware.chip.devices_per_chip
         report = self.report or {}
         return {
+            "work": self.candidate.work,
             "slice": self.hardware.name,
             "chips": self.hardware.num_chips,
             "model": self.subject.shape.name,
@@ -271,7 +278,7 @@ class Change:
         }
 
 
-def default_candidate(subject: Subject, slice_name: str) -> Candidate:
+def default_candidate(subject: Subject, slice_name: str, work: Work = "train") -> Candidate:
     """The candidate that the configuration itself describes, on a slice."""
     hardware = parse_slice(slice_name)
     config = subject.config.replace(mesh=subject.config.mesh or "auto", max_length=_length(subject))
@@ -280,6 +287,15 @@ def default_candidate(subject: Subject, slice_name: str) -> Candidate:
     here = Here(count=hardware.num_devices, memory=hardware.chip.hbm_bytes, hardware=hardware)
     config, _ = automatic_settings(config, subject.model_config, here)
     found = local_candidate(config, here)
+    if work == "evaluate":
+        return found.but(
+            work=work,
+            batch_size=config.per_device_eval_batch_size,
+            accumulation=1,
+            packing=config.eval_packing,
+            remat="none",
+            flags="default",
+        )
     if config.activation_checkpointing == "auto":
         found = found.but(remat=least_remat(subject.training, found, here))
     return found
@@ -378,15 +394,16 @@ def make_plan(
     cache: str | Path | None = None,
     all_flags: bool = False,
     keep_text: str | None = None,
+    work: Work = "train",
 ) -> Plan:
-    """Plan one configuration for one slice.
+    """Plan one configuration for one slice: its training, or the evaluation of its eval data.
 
     first: called with the analytic plan at once. all_flags: compile every flag set worth trying on
     the slice and keep the fastest; otherwise the configuration's own. When it does not fit, the
     plan's `changes` say what would, each compiled.
     """
     subject = read_subject(config, prices=prices, measured=measured)
-    candidate = default_candidate(subject, slice_name)
+    candidate = default_candidate(subject, slice_name, work)
     why_not = obstacle(subject, candidate.hardware)
     quick = analytic_plan(subject, candidate, why_not=why_not)
     first(quick)

@@ -1,4 +1,4 @@
-"""The exact training step of a configuration as an abstract program for a slice.
+"""The exact training or evaluation step of a configuration as an abstract program for a slice.
 
 No weights and no TPU are needed. The model is built on the meta device from its config.json and
 captured with the run's own code; the run's own step is lowered with shapes in place of arrays. One
@@ -11,7 +11,7 @@ Knows: bridge, train, sharding. Does not know: compiling, time, money.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,15 +26,15 @@ from headrace.bridge.module import JaxModule, Layout, to_jax
 from headrace.bridge.program import Loop, Program
 from headrace.config import TrainConfig, peft_config
 from headrace.errors import ConfigError
-from headrace.kernels.attention import target_platform
+from headrace.kernels import chunk_tokens, target_platform
 from headrace.plan.candidate import Candidate
 from headrace.plan.topology import topology_devices
-from headrace.sharding import MeshConfig, make_mesh, make_partition, plan_params
+from headrace.sharding import MeshConfig, ParamPlan, make_mesh, make_partition, plan_params
 from headrace.train.abstract import abstract_batch, abstract_state, keep_layout, state_shardings
 from headrace.train.lora import apply_lora
-from headrace.train.losses import ClassificationLoss, Loss, causal_loss
+from headrace.train.losses import CausalLoss, ClassificationLoss, Loss, causal_loss
 from headrace.train.optimizers import Optimizer, decay_parameter_names, make_optimizer
-from headrace.train.step import make_train_step
+from headrace.train.step import make_eval_step, make_train_step
 from headrace.weights import meta_model
 
 KEPT_PERIODS = 3  # the roll pass may set the first layer apart and still needs two alike
@@ -218,16 +218,20 @@ def _longer(names: Sequence[str], length: int, *, known: bool) -> tuple[str, ...
 
 @dataclass(frozen=True, kw_only=True)
 class LoweredStep:
-    """A step that can be compiled, and the shapes with shardings that it takes."""
+    """A step that can be compiled. arguments: the shapes with shardings that it takes, by cause.
+
+    loss_tokens, loss_chunk: tokens of a micro-batch whose loss one device computes, and how many
+    of them at a time; 0 without a fused head.
+    """
 
     lowered: Any
-    state: Any
-    frozen: Any
-    batch: Any
+    arguments: Mapping[str, Any]
+    loss_tokens: int = 0
+    loss_chunk: int = 0
 
 
 def lower_step(captured: CapturedModel, candidate: Candidate) -> LoweredStep:
-    """The training step on the candidate's mesh, lowered for its slice. Costs seconds.
+    """The training or evaluation step on the candidate's mesh, lowered for its slice. Seconds.
 
     Raises ConfigError when the mesh does not fit the model, PlanError without a TPU compiler.
     """
@@ -241,18 +245,47 @@ def lower_step(captured: CapturedModel, candidate: Candidate) -> LoweredStep:
     state, frozen = abstract_state(
         module, optimizer=optimizer, mesh=mesh, plans=plans, quantization=config.quantization
     )
-    step: Any = make_train_step(
-        _loss(module, config, candidate),
-        optimizer,
-        dtypes={key: plans[key].dtype for key in module.layout.trainable},
-        max_grad_norm=config.max_grad_norm,
-    )
+    loss = _loss(module, config, candidate)
+    dtypes = {key: plans[key].dtype for key in module.layout.trainable}
+    trains = candidate.work == "train"
+    batch = abstract_batch(_batch(config, candidate), mesh, micro_batches=trains)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    tokens, chunk = _loss_chunk(loss, plans, candidate)
+    arguments = {
+        "frozen weights": frozen,
+        "trained weights (float32)": state.trainable,
+        "optimizer": state.opt_state,
+        "batch and buffers": (batch, state.buffers, state.step),
+    }
+    if not trains:
+        evaluated = make_eval_step(loss, dtypes=dtypes)
+        with target_platform("tpu"):
+            lowered = jax.jit(evaluated, out_shardings=everywhere).lower(
+                state.trainable, frozen, state.buffers, batch
+            )
+        del arguments["optimizer"]
+        return LoweredStep(
+            lowered=lowered, arguments=arguments, loss_tokens=tokens, loss_chunk=chunk
+        )
+    step: Any = make_train_step(loss, optimizer, dtypes=dtypes, max_grad_norm=config.max_grad_norm)
     step = keep_layout(step, state_shardings(state, mesh, plans))
-    batch = abstract_batch(_batch(config, candidate), mesh)
-    rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
     with target_platform("tpu"):
         lowered = jax.jit(step, donate_argnums=(0,)).lower(state, frozen, batch, rate)
-    return LoweredStep(lowered=lowered, state=state, frozen=frozen, batch=batch)
+    return LoweredStep(lowered=lowered, arguments=arguments, loss_tokens=tokens, loss_chunk=chunk)
+
+
+def _loss_chunk(
+    loss: Loss, plans: Mapping[str, ParamPlan], candidate: Candidate
+) -> tuple[int, int]:
+    """(tokens, tokens at a time) of the fused head on one device, see linear_cross_entropy."""
+    head = loss.head if isinstance(loss, CausalLoss) else None
+    if head is None:
+        return 0, 0
+    tensor, context = candidate.axis("tensor"), candidate.axis("context")
+    shared = tensor if candidate.length % (tensor * context) == 0 else 1
+    tokens = candidate.device_tokens // shared
+    return tokens, chunk_tokens(tokens, plans[head.weight_key].shape[0])
 
 
 def _loss(module: JaxModule, config: TrainConfig, candidate: Candidate) -> Loss:
@@ -282,8 +315,9 @@ def _optimizer(captured: CapturedModel) -> Optimizer:
 
 
 def _batch(config: TrainConfig, candidate: Candidate) -> dict[str, jax.ShapeDtypeStruct]:
-    """[A, B, S] arrays of the kind that the loader gives."""
-    rows = (candidate.accumulation, candidate.rows)
+    """Arrays of the kind that the loader gives: [A, B, S], or [B, S] to evaluate."""
+    trains = candidate.work == "train"
+    rows = (candidate.accumulation, candidate.rows) if trains else (candidate.rows,)
     tokens = jax.ShapeDtypeStruct((*rows, candidate.length), jnp.int32)
     if config.task == "causal":
         return dict.fromkeys(("input_ids", "labels", "position_ids", "segment_ids"), tokens)

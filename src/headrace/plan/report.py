@@ -59,10 +59,13 @@ def _heading(plan: Plan, console: Console) -> None:
     each, hardware = plan.candidate, plan.hardware
     how = f"compiled, flags {each.flags}" if plan.compiled else "NOT COMPILED, analytic model"
     kind = "chip" if hardware.is_tpu else "GPU"
+    evaluates = each.work == "evaluate"
+    rows = f"rows {each.rows} x {each.length}"
+    rows += "" if evaluates else f" x {each.accumulation}, remat {each.remat}"
     console.print(
-        f"\n{plan.subject.shape.name} on {hardware.name}: {hardware.num_chips} {kind}"
-        f"{'s' if hardware.num_chips > 1 else ''}, {each.mesh_text()}, rows {each.rows} x "
-        f"{each.length} x {each.accumulation}, remat {each.remat}",
+        f"\n{'Evaluating ' if evaluates else ''}{plan.subject.shape.name} on {hardware.name}: "
+        f"{hardware.num_chips} {kind}{'s' if hardware.num_chips > 1 else ''}, "
+        f"{each.mesh_text()}, {rows}",
         style="bold",
         markup=False,
     )
@@ -93,9 +96,10 @@ def _bar(share: float) -> str:
 
 def _time(plan: Plan, console: Console) -> None:
     low, high = plan.seconds_range
+    step = "batch" if plan.candidate.work == "evaluate" else "step"
     console.print(
-        f"\nTime of a step: {in_seconds(plan.seconds)} ({in_seconds(low)} to {in_seconds(high)}), "
-        f"bound by {plan.bound}; "
+        f"\nTime of a {step}: {in_seconds(plan.seconds)} ({in_seconds(low)} to "
+        f"{in_seconds(high)}), bound by {plan.bound}; "
         f"{plan.real_tokens_per_second:,.0f} real tokens/s of {plan.padded_tokens_per_second:,.0f} "
         f"computed, MFU {plan.mfu:.1%}",
         style="bold",
@@ -117,8 +121,10 @@ def _time(plan: Plan, console: Console) -> None:
 def _money(plan: Plan, console: Console) -> None:
     console.print("\nThe whole run", style="bold")
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_row("  steps", "unknown" if plan.num_steps is None else f"{plan.num_steps:,}")
-    table.add_row("  hours of training steps", unknown(plan.hours, "{:.2f}"))
+    evaluates = plan.candidate.work == "evaluate"
+    steps, hours = ("batches", "hours of them") if evaluates else ("steps", "hours of steps")
+    table.add_row(f"  {steps}", "unknown" if plan.num_steps is None else f"{plan.num_steps:,}")
+    table.add_row(f"  {hours}", unknown(plan.hours, "{:.2f}"))
     for name, spot in (("on demand", False), ("spot", True)):
         rate = plan.price.spot if spot else plan.price.on_demand
         if rate is None:

@@ -31,6 +31,7 @@ from headrace.plan.planner import (
 Objective = Literal["cost", "time"]
 MOST_CHIPS = 64
 _ROOM = 0.92
+_TRIES = 3  # compiles for one slice before it is shown as too large
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +86,23 @@ def search(
     """The best plan of every slice, finalists compiled.
 
     slices: names; by default every TPU slice and GPU machine of up to 64 chips. finalists: how many
-    of the best are compiled (minutes each), 0 for none. Raises ConfigError when nothing fits.
+    of the best are compiled (minutes each), 0 for none; where the compiler finds one too large, the
+    next best of its slice takes its place. Raises ConfigError when nothing fits.
     """
     chosen = [parse_slice(name) for name in slices] or [
         each for each in all_slices().values() if each.num_chips <= MOST_CHIPS
     ]
-    considered, best = 0, list[Plan]()
+    considered, ranked = 0, dict[str, list[Plan]]()
     for hardware in chosen:
         plans = [analytic_plan(subject, each) for each in candidates(subject, hardware)]
         considered += len(plans)
         fitting = [p for p in plans if p.hbm_bytes <= _ROOM * p.limit]
         if fitting:
-            best.append(min(fitting, key=lambda p: (_key(p, objective), len(p.candidate.mesh))))
-    if not best:
+            order = sorted(fitting, key=lambda p: (_key(p, objective), len(p.candidate.mesh)))
+            ranked[hardware.name] = order
+    if not ranked:
         raise ConfigError(_nothing_fits(subject, chosen))
+    best = [order[0] for order in ranked.values()]
     allowed = [p for p in best if _within(p, budget, deadline)]
     notes: list[str] = []
     if not allowed:
@@ -111,13 +115,34 @@ def search(
     )
     if why and finalists:
         notes.append(why)
-    done = compiled_plans(
-        subject, [p.candidate for p in compiled], say=say, workers=workers, cache=cache
-    )
-    by_slice = {plan.candidate.slice_name: plan for plan in done if plan.report is not None}
+    by_slice: dict[str, Plan] = {}
+    for _ in range(_TRIES):
+        done = compiled_plans(
+            subject, [p.candidate for p in compiled], say=say, workers=workers, cache=cache
+        )
+        by_slice |= {p.candidate.slice_name: p for p in done if p.report is not None}
+        large = [p for p in done if p.report is not None and not p.fits]
+        again = (_next_best(plan, ranked[plan.hardware.name]) for plan in large)
+        compiled = [plan for plan in again if plan is not None]
     plans = [by_slice.get(plan.candidate.slice_name, plan) for plan in allowed]
     plans.sort(key=lambda p: (not p.fits, _key(p, objective)))
     return Found(plans=tuple(plans), considered=considered, notes=tuple(notes))
+
+
+def _next_best(large: Plan, order: list[Plan]) -> Plan | None:
+    """What to compile after a plan that the compiler found too large: the next in order, those of
+    the same remat policy only if they fit once they are as far off as this one."""
+    scale = large.hbm_bytes / large.estimate.hbm_bytes
+    policy = large.candidate.remat
+    at = next(i for i, plan in enumerate(order) if plan.candidate == large.candidate)
+    return next(
+        (
+            plan
+            for plan in order[at + 1 :]
+            if plan.candidate.remat != policy or scale * plan.hbm_bytes <= _ROOM * plan.limit
+        ),
+        None,
+    )
 
 
 def candidates(subject: Subject, hardware: Slice) -> Iterator[Candidate]:

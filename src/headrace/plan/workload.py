@@ -20,7 +20,7 @@ from headrace.plan.candidate import Candidate
 PACKED_SHARE = 0.96  # what first-fit packing reaches on ordinary data
 BUCKETED_SHARE = 0.80
 SETTINGS = {
-    "dataset_rows": "rows of the training data",
+    "dataset_rows": "rows of the training data; with --evaluate, of the evaluation data",
     "dataset_mean_tokens": "mean tokens of a row",
     "supervised_share": "share of real tokens that carry a loss, 0 to 1",
     "num_labels": "classes of a classifier",
@@ -45,17 +45,18 @@ class Workload:
     assumed: tuple[str, ...]
 
     def num_steps(self, candidate: Candidate) -> int | None:
-        """Optimizer steps of the run: packed rows by their tokens, others by their number."""
-        if self.max_steps > 0:
+        """Steps of the run: packed rows by their tokens, others by their number."""
+        epochs = 1.0 if candidate.work == "evaluate" else self.epochs
+        if self.max_steps > 0 and candidate.work == "train":
             return self.max_steps
         if self.rows is None:
             return None
         if not candidate.packing:
             each = candidate.rows * candidate.accumulation
-            return max(1, math.ceil(self.rows * self.epochs / each))
+            return max(1, math.ceil(self.rows * epochs / each))
         if self.mean_tokens is None:
             return None
-        total = self.rows * self.mean_tokens * self.epochs
+        total = self.rows * self.mean_tokens * epochs
         return max(1, math.ceil(total / (candidate.step_positions * self.share)))
 
     def filled_length(self, candidate: Candidate) -> float:

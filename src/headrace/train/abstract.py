@@ -64,14 +64,21 @@ def abstract_state(
     return placed, frozen
 
 
-def abstract_batch(batch: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
-    """Shapes of a batch of arrays (or shapes) [A, B, ...], with shardings when there is a mesh."""
+def abstract_batch(
+    batch: Mapping[str, Any], mesh: Mesh | None = None, *, micro_batches: bool = True
+) -> dict[str, Any]:
+    """Shapes of a batch of arrays (or shapes) [A, B, ...], with shardings when there is a mesh.
+
+    micro_batches: False for [B, ...].
+    """
+    skipped = 0 if micro_batches else 1
     found: dict[str, Any] = {}
     for name, value in batch.items():
         shape, dtype = tuple(value.shape), jax.dtypes.canonicalize_dtype(value.dtype)
         sharding = None
         if mesh is not None:
-            sharding = NamedSharding(mesh, batch_spec(mesh, rank=len(shape)))
+            spec = batch_spec(mesh, rank=len(shape) + skipped)
+            sharding = NamedSharding(mesh, PartitionSpec(*spec[skipped:]))
         found[name] = Shape(shape, dtype, sharding=sharding)
     return found
 
