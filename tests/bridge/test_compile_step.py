@@ -390,6 +390,59 @@ def test_a_write_through_a_view_made_earlier_is_told() -> None:
         compiled.sync()
 
 
+@pytest.mark.parametrize("mode", ["one_program", "two_programs"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_a_loss_scaler_skips_grows_and_backs_off_as_in_eager_torch(kind: str, mode: Any) -> None:
+    def build() -> tuple[nn.Module, Any, Any, Callable[..., Any]]:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        model.register_parameter("temperature", nn.Parameter(torch.tensor(1.5)))
+        more = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-2, **more)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
+
+        def step(x: torch.Tensor, y: torch.Tensor, large: float) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x) * model.temperature, y)
+            scaler.scale(loss * large).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            return loss.detach()
+
+        return model, optimizer, scaler, step
+
+    reference, reference_optimizer, reference_scaler, eager = build()
+    model, optimizer, scaler, step = build()
+    compiled = hr.compile_step(step, model=model, optimizer=optimizer, mode=mode)
+    draw = batches((4, 5), 3, (4,))
+    for i in range(14):
+        x, y = draw()
+        large = 1e36 if i in (0, 4, 5, 11) else 1.0  # times the scale: gradients become inf
+        expected, got = eager(x, y, large), compiled(x, y, large)
+        np.testing.assert_allclose(got.item(), expected.item(), rtol=1e-5)
+        if i == 8:
+            assert scaler.get_scale() == reference_scaler.get_scale()
+    assert scaler.state_dict() == reference_scaler.state_dict()
+    assert_same(reference.state_dict(), model.state_dict(), 1e-5)
+    for got, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_same(reference_optimizer.state[wanted], optimizer.state[got], 1e-4)
+    assert compiled.programs == 1
+
+
+def test_a_loss_scaler_without_update_is_refused() -> None:
+    model, optimizer, _ = small()
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(x: torch.Tensor) -> None:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+
+    with pytest.raises(CaptureError, match=r"scaler\.update\(\) inside the step"):
+        hr.compile_step(step, model=model, optimizer=optimizer)(torch.ones(4, 3))
+
+
 def test_two_steps_on_one_model_hand_the_parameters_over() -> None:
     model, optimizer, step = small()
     reference, _, eager = small()

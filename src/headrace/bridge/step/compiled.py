@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from headrace.bridge.dtypes import jax_to_tensor, narrowed, tensor_to_jax, tensor_to_numpy
 from headrace.bridge.step import ownership
+from headrace.bridge.step import scaler as scaling
 from headrace.bridge.step.guard import guard, unguard
 from headrace.bridge.step.program import StepProgram, build
 from headrace.bridge.step.result import LazyTensor
@@ -39,6 +40,7 @@ from headrace.bridge.step.state import (
 )
 from headrace.bridge.step.trace import Traced, trace_step
 from headrace.bridge.step.watch import Surroundings
+from headrace.errors import CaptureError
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,9 @@ def compile_step(
             `optimizer.step()` begins and ends, which lowers the peak of memory while compiling.
 
     Learning rates, momenta, step counts and Python floats are inputs: changing them compiles
-    nothing. Random numbers follow `torch.manual_seed` at the time of the call.
+    nothing. Loss scalers (`torch.amp.GradScaler`) that the function names are found by themselves;
+    with one, each call waits for the result of the call before. Random numbers
+    follow `torch.manual_seed` at the time of the call.
 
     Raises:
         TypeError: `model`, `optimizer` or `mode` are not what is named above.
@@ -137,6 +141,8 @@ class CompiledStep:
         self._surroundings = Surroundings(train_step)
         found = self._surroundings.modules(models.values())
         self._models = {**models, **found}
+        self._scalers = self._surroundings.scalers()
+        scaling.start(self._scalers)
         self._optimizers = list(optimizers)
         self._mode: Mode = mode
         self._programs: dict[Any, list[_Compiled]] = {}
@@ -145,6 +151,7 @@ class CompiledStep:
         self._live: tuple[_Compiled, list[Any], list[Any]] | None = None
         self._grads: tuple[str, ...] = ()
         self._counters: list[float] = []
+        self._skips: tuple[list[float], dict[int, Any]] | None = None
         self._layouts: dict[Any, int] = {}
         self._layout = 0  # which of them the user's tensors have
         self._splits: dict[int, int] = {}
@@ -187,6 +194,7 @@ class CompiledStep:
         if not self._dirty or self._inventory is None or self._busy:
             return
         self._flush()
+        self._settle()
         self._unguard()
         lost = self._written_by_views()
         if lost:
@@ -236,6 +244,7 @@ class CompiledStep:
             tuple([_signature(leaf) for leaf in leaves]),
             self._layout,
             static_settings(self._optimizers),
+            scaling.settings(self._scalers),
             self._surroundings.values(),
         )
 
@@ -247,6 +256,7 @@ class CompiledStep:
         return None
 
     def _numbers(self, inventory: Inventory) -> list[float]:
+        self._settle()
         counters = iter(self._counters)
         return [n.read() if not n.tensors else next(counters) for n in inventory.numbers]
 
@@ -295,6 +305,7 @@ class CompiledStep:
             forget(self._optimizers, idle)
             self._reset()
         self._fresh = [] if traced.boundaries else self._fresh
+        _refuse_new_state(inventory, traced)
         names = tuple(inventory.slots[i].name for i in entry_grads)
         exit_names = tuple(inventory.slots[i].name for i in traced.exit_grads)
         return _Compiled(program, names, exit_names, bool(traced.new_state), traced.modes)
@@ -312,15 +323,18 @@ class CompiledStep:
     def _reset(self) -> None:
         """Forget the device's arrays and look at the user's tensors anew."""
         self.sync()
-        self._inventory = take_inventory(self._models, self._optimizers, splits=self._splits)
+        self._inventory = take_inventory(
+            self._models, self._optimizers, self._scalers, splits=self._splits
+        )
         self._live, self._arrays = None, {}
         self._layout = self._layouts.setdefault(self._inventory.layout(), len(self._layouts))
         self._counters = [n.read() for n in self._inventory.counters]
         self._grads = tuple(s.name for s in self._inventory.params if s.tensor.grad is not None)
 
     def owned_tensors(self) -> list[torch.Tensor]:
-        """Parameters and buffers of the step's modules."""
-        return [t for m in self._models.values() for t in (*m.parameters(), *m.buffers())]
+        """Parameters and buffers of the step's modules, and the state of its loss scalers."""
+        models = [t for m in self._models.values() for t in (*m.parameters(), *m.buffers())]
+        return models + [vars(s)[k] for s in self._scalers if s.is_enabled() for k in scaling.STATE]
 
     def drop_grads(self, params: Sequence[torch.Tensor], *, to_none: bool) -> bool:
         """What `zero_grad` means for the gradients on the device; False when none are there."""
@@ -385,7 +399,9 @@ class CompiledStep:
         if not self._dirty:
             self._guard()
         self._grads = compiled.exit_grads
-        self._counters = list(program.counters(*values))
+        before, self._counters = self._counters, list(program.counters(*values))
+        if compiled.skips:
+            self._skips = (before, {o: outputs[i] for o, i in compiled.skips.items()})
         result = _results(program, outputs[count:], values)
         if compiled.makes_state:
             self._adopt_new_state(program)
@@ -403,6 +419,17 @@ class CompiledStep:
                 tensor = jax_to_tensor(self._arrays[key]).to(dtype)
                 self._optimizers[o].state[by_name[name]][entry] = tensor
         self._reset()
+
+    def _settle(self) -> None:
+        """Counters of optimizers whose last step was skipped do not count it; waits for that."""
+        if self._skips is None:
+            return
+        assert self._inventory is not None
+        before, flags = self._skips
+        taken = {o: not np.asarray(flag).item() for o, flag in flags.items()}
+        counts = zip(self._inventory.counters, before, self._counters, strict=True)
+        self._counters = [new if taken.get(n.optimizer, True) else old for n, old, new in counts]
+        self._skips = None
 
     def _refuse_unowned(self) -> None:
         if not self._models and not self._optimizers:
@@ -427,6 +454,8 @@ class _Compiled:
         self.carries_grads = False  # whether it depends on which gradients exist
         self._attributes = [vars(module) for module, _ in modes]
         self._training = [training for _, training in modes]
+        written = enumerate(program.written)
+        self.skips = {key[1]: i for i, key in written if key[0] == "skipped"}
 
     def in_mode(self) -> bool:
         """Whether the modules are in the mode (train or eval) they had in the trace."""
@@ -502,6 +531,16 @@ def _counter_exits(inventory: Inventory, traced: Traced) -> tuple[list[Any], dic
         if len(found) > 1:
             split |= {i: k for k, ids in enumerate(found.values()) for i in ids}
     return exits, split
+
+
+def _refuse_new_state(inventory: Inventory, traced: Traced) -> None:
+    makers = {o for o, _, _ in traced.new_state} & set(traced.skipped)
+    if makers:
+        names = ", ".join(type(inventory.optimizers[o]).__name__ for o in makers)
+        raise CaptureError(
+            f"{names} makes its state in its first step, which a GradScaler may skip.\n"
+            "Needed: state that exists before. Run one step by eager PyTorch first."
+        )
 
 
 def _untouched(inventory: Inventory, program: StepProgram, o: int, p: torch.Tensor) -> bool:

@@ -69,6 +69,7 @@ def guard(tensors: Iterable[torch.Tensor], step: Any) -> None:
     The tensors keep the step alive, since it has their values.
     """
     for tensor in tensors:
+        bring_up_to_date(tensor)
         vars(tensor)[_STEP] = step
         tensor.__class__ = _guarded(type(tensor))
 

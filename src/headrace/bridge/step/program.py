@@ -155,13 +155,15 @@ class _Nodes:
         keys: list[Key] = [s.key for s in slots]
         keys += [("grad", slots[i].name) for i in traced.exit_grads]
         keys += [("state", o, slots[i].name, key) for o, i, key in traced.new_state]
+        keys += [("skipped", o) for o in traced.skipped]
         outputs = self._outputs()
         return dict(zip(keys, outputs, strict=False))
 
     def results(self) -> list[Any]:
         """The step's own results: a node, or `("number", expression)` known on the host."""
         traced = self._traced
-        skip = len(self._inventory.slots) + len(traced.exit_grads) + len(traced.new_state)
+        owned = (self._inventory.slots, traced.exit_grads, traced.new_state, traced.skipped)
+        skip = sum(map(len, owned))
         symbols = frozenset(traced.number_symbols)
         found: list[Any] = []
         for value in self._outputs()[skip:]:

@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from headrace.bridge.step import scaler as scaling
 from headrace.errors import CaptureError
 
 Key = tuple[Any, ...]
@@ -43,7 +45,8 @@ class Number:
     """One number the step reads: a hyperparameter, or counters of equal value.
 
     `group` and `name` place a hyperparameter in its param group (`index` inside a tuple); `tensors`
-    are the 0-dim CPU tensors of a counter, `params` the names of the parameters they belong to.
+    are the 0-dim CPU tensors of a counter, `params` the names of the parameters they belong to,
+    `optimizer` whose they are.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Number:
     index: int | None = None
     tensors: tuple[torch.Tensor, ...] = ()
     params: tuple[str, ...] = ()
+    optimizer: int = -1
 
     def read(self) -> float:
         """Its present value on the host."""
@@ -66,6 +70,7 @@ class Inventory:
 
     modules: tuple[nn.Module, ...]
     optimizers: tuple[Optimizer, ...]
+    scalers: tuple[GradScaler, ...]
     slots: tuple[Slot, ...]
     places: tuple[tuple[dict[str, Any], str, int], ...]
     num_params: int
@@ -99,6 +104,7 @@ class Inventory:
 def take_inventory(
     models: Mapping[str, nn.Module],
     optimizers: Sequence[Optimizer],
+    scalers: Sequence[GradScaler] = (),
     *,
     splits: Mapping[int, int] | None = None,
 ) -> Inventory:
@@ -117,10 +123,16 @@ def take_inventory(
     places = places + [(c, k, i + offset) for c, k, i in buffer_places]
     states, numbers = _optimizer_state(optimizers, params, splits or {})
     slots += states
+    for i, scaler in enumerate(s for s in scalers if s.is_enabled()):
+        for key in scaling.STATE:
+            places.append((vars(scaler), key, len(slots)))
+            name, tensor = f"GradScaler.{key}", getattr(scaler, key)
+            slots.append(Slot(key=("scaler", i, key), name=name, tensor=tensor))
     _check(slots)
     return Inventory(
         modules=tuple(m for model in models.values() for m in model.modules()),
         optimizers=tuple(optimizers),
+        scalers=tuple(scalers),
         slots=tuple(slots),
         places=tuple(places),
         num_params=offset,
@@ -165,7 +177,7 @@ def _optimizer_state(
             for key, value in optimizer.state.get(slot.tensor, {}).items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                if is_counter(value):
+                if is_counter(value) and (slot.tensor.ndim or key in _COUNTERS):
                     same = (o, key, float(value), splits.get(id(value)))
                     counters.setdefault(same, []).append((value, slot.name))
                     continue
@@ -176,10 +188,15 @@ def _optimizer_state(
             name=f"{type(optimizers[o]).__name__}.{key}",
             tensors=tuple(t for t, _ in found),
             params=tuple(name for _, name in found),
+            optimizer=o,
         )
         for (o, key, *_), found in counters.items()
     ]
     return slots, numbers
+
+
+# Beside a parameter without dims, a moment looks like a counter.
+_COUNTERS = ("step", "mu_product")
 
 
 def is_counter(value: torch.Tensor) -> bool:

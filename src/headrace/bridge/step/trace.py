@@ -51,6 +51,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.overrides import TorchFunctionMode
 
 from headrace.bridge.ops.registry import lookup, rules
+from headrace.bridge.step import scaler as scaling
 from headrace.bridge.step.state import Inventory, installed, is_counter
 from headrace.errors import CaptureError
 
@@ -81,6 +82,8 @@ class Traced:
     results, put together by `out_spec` with `fixed` for the leaves that are no tensors.
     `counters` maps the id of a counter's tensor to its symbol after the step; `guards` are what the
     step's Python found true of the symbols; `boundaries` are where optimizer steps begin and end.
+    `skipped` are the optimizers (indices) whose step a loss scaler may leave out; after the new
+    state the graph gives for each of them a number that is above zero when it has.
     `modes` are the modules whose `training` flag the step looked at, with its value before.
     """
 
@@ -98,6 +101,7 @@ class Traced:
     fixed: tuple[Any, ...]
     boundaries: tuple[int, ...] = field(default=())
     modes: tuple[tuple[nn.Module, bool], ...] = field(default=())
+    skipped: tuple[int, ...] = field(default=())
 
 
 @dataclass(kw_only=True)
@@ -111,6 +115,7 @@ class _Found:
     counters: dict[int, Any] = field(default_factory=dict)
     boundaries: list[int] = field(default_factory=list)
     modes: dict[nn.Module, bool] = field(default_factory=dict)
+    skipped: tuple[int, ...] = ()
 
 
 def trace_step(
@@ -154,6 +159,7 @@ def trace_step(
             _mirror(inventory, twins)
             call_args, call_kwargs = _inputs(leaves, spec, inputs, numbers, inventory)
             substitute.start(inventory, twins, numbers)
+            skips: dict[int, torch.Tensor] = {}
             by_slot = dict(zip(entry_grads, twin_grads, strict=True))
             with installed(inventory, twins, numbers[: len(inventory.numbers)], by_slot):
                 with (
@@ -161,11 +167,12 @@ def trace_step(
                     _symbolic_bounds(inventory),
                     _no_seeds(),
                     _modes(found),
+                    scaling.traceable(inventory.scalers, inventory.optimizers, skips),
                     substitute,
                     torch.enable_grad(),
                 ):
                     result = train_step(*call_args, **call_kwargs)
-                return _results(inventory, twins, result, found, substitute)
+                return _results(inventory, twins, result, found, substitute, skips)
 
     with fake, enable_python_dispatcher(), _quiet(), _portable_kernels():
         try:
@@ -209,6 +216,7 @@ def trace_step(
         fixed=found.fixed,
         boundaries=tuple(found.boundaries),
         modes=tuple(found.modes.items()),
+        skipped=found.skipped,
     )
 
 
@@ -526,7 +534,12 @@ def user_line() -> str:
 
 
 def _results(
-    inventory: Inventory, twins: Sequence[Any], result: Any, found: _Found, substitute: Any
+    inventory: Inventory,
+    twins: Sequence[Any],
+    result: Any,
+    found: _Found,
+    substitute: Any,
+    skips: Mapping[int, torch.Tensor],
 ) -> list[Any]:
     """Exit values of everything owned, then the step's own results, as plain traced tensors."""
     first: dict[int, Any] = {}
@@ -545,6 +558,8 @@ def _results(
     found.exit_grads = tuple(i for i in params if twins[i].grad is not None)
     grads = [twins[i].grad for i in found.exit_grads]
     new = [states[o, i, key] for o, i, key in found.new_state]
+    new += skips.values()
+    found.skipped = tuple(skips)
     leaves, found.out_spec = pytree.tree_flatten(result)
     live = [_is_traced(leaf) for leaf in leaves]
     found.fixed = tuple(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from headrace.errors import CaptureError
 
@@ -56,6 +57,10 @@ class Surroundings:
             for name, value in self._variables()
             if isinstance(value, nn.Module) and id(value) not in inside and _has_tensors(value)
         }
+
+    def scalers(self) -> list[GradScaler]:
+        """Loss scalers that the function names."""
+        return [v for _, v in self._variables() if isinstance(v, GradScaler)]
 
     def values(self) -> tuple[Any, ...]:
         """Simple Python values among the variables: part of the program."""
