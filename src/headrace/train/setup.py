@@ -45,6 +45,7 @@ from headrace.train.preference import REFERENCE
 from headrace.train.schedules import Schedule, make_schedule
 from headrace.train.state import Params, TrainState
 from headrace.train.streaming import can_stream, start_adapter, structure
+from headrace.weights.files import refuse_gguf
 
 # Settings that say what is computed; a checkpoint of a run where one differs is refused.
 _IDENTITY = (
@@ -112,6 +113,8 @@ def build_run(
     if isinstance(model, str):
         config = config.replace(model_name_or_path=model)
         model = None
+    if model is None and config.model_name_or_path is not None:
+        refuse_gguf(config.model_name_or_path)
     config, notes = _settled(config, model)
     placement = Placement.make(config.mesh)
     objective = make_objective(config)

@@ -16,6 +16,7 @@ from torch import nn
 
 from headrace.errors import AdapterError, ConfigError
 from headrace.weights.checksums import check_sums
+from headrace.weights.files import refuse_gguf
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -55,6 +56,7 @@ def load_torch_model(
     without a base.
     """
     adapter = find_adapter(name)
+    refuse_gguf(name)
     check_sums(name)
     options: dict[str, Any] = {
         "dtype": "auto" if dtype == "auto" else getattr(torch, dtype),
@@ -71,6 +73,7 @@ def load_torch_model(
     kind = auto_class(
         task_of_adapter(adapter) or task or _task_of_config(source, trust_remote_code)
     )
+    refuse_gguf(source)
     check_sums(source)
     model = kind.from_pretrained(source, **options, **_label_options(Path(name), adapter))
     take_generation_config(model, Path(name))

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from headrace.bridge.dtypes import narrowed
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK_BYTES = 2**22  # read at a time
@@ -74,6 +74,34 @@ def model_folder(name: str | Path, revision: str = "main") -> Path:
 
     patterns = ["*.safetensors", "*.json"]
     return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
+
+
+def refuse_gguf(name: str | Path) -> None:
+    """Raises ConfigError with the way to convert it for a GGUF file, or a folder with no other
+    weights."""
+    path = Path(name)
+    if path.suffix == ".gguf":
+        folder, file = path.parent, path.name
+    else:
+        found = sorted(path.glob("*.gguf")) if path.is_dir() else []
+        if not found or any(path.glob("*.safetensors")):
+            return
+        folder, file = path, found[0].name
+    target = f"{Path(file).stem}-hf"
+    raise ConfigError(
+        f"{folder / file} is a GGUF file, and its weights are usually rounded to few bits; "
+        "safetensors are read. Name the repository it was made from, or convert it once "
+        f"(`pip install gguf`; needs memory for the whole model) and give {target}:\n"
+        "  from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig\n"
+        f"  folder, file = {str(folder)!r}, {file!r}\n"
+        "  whole = GgufConfig(gguf_file=file, dequantize=True)\n"
+        "  model = AutoModelForCausalLM.from_pretrained(\n"
+        "      folder, gguf_file=file, quantization_config=whole)\n"
+        "  model.hf_quantizer = model.config.quantization_config = None\n"
+        f"  model.save_pretrained({target!r})\n"
+        "  tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)\n"
+        f"  tokenizer.save_pretrained({target!r})"
+    )
 
 
 def find_weights(folder: str | Path) -> dict[str, TensorEntry]:
