@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
@@ -14,6 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from headrace.errors import AdapterError
 from headrace.serve import Engine, EngineOptions, SamplingParams, capture_for_serving
 from headrace.serve.answers import Collector
+from headrace.serve.lora import LoraStacks, LoraTarget
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[5, 9, 200, 17, 33, 8, 4, 91, 12], [7, 7, 300, 41], [5, 9, 200, 17, 33, 8, 4, 91, 13]]
@@ -113,3 +116,30 @@ def test_what_does_not_fit_a_slot_is_refused(
     with pytest.raises(AdapterError, match=words):
         engine.load_adapter("x", _adapter(tmp_path / "x", 0, **changes))
     assert engine.adapters.names == ()
+
+
+def test_every_mixture_of_adapters_adds_what_each_token_asks_for() -> None:
+    """In float64: prompts and rows that decode use no adapter, one beside the base, or several."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(1, 3, 2, 8)), rng.normal(size=(1, 3, 2, 5))
+    x = rng.normal(size=(1, 12, 8))
+    target = LoraTarget(key="w", names=("w",), num_inputs=8, num_outputs=5)
+    node: Any = object()
+    mixtures = [[0, 0, 0, 0], [2, 2, 2, 2], [0, 3, 3, 0], [1, 2, 0, 3]]
+
+    @jax.jit
+    def run(slots: jax.Array, a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        stacks = LoraStacks(
+            targets={node: target}, stacks={"w": (a, b)}, slots_T=slots, num_decode=4
+        )
+        return stacks.added(node, x, jax.numpy.zeros((1, 12, 5)), None)
+
+    for decode in mixtures:
+        for prompts in mixtures:
+            slots = np.array([*decode, *prompts, *prompts])
+            got = run(slots, *(v.astype(np.float32) for v in (a, b, x)))
+            want = [
+                x[0, t] @ a[0, s - 1].T @ b[0, s - 1] if s else np.zeros(5)
+                for t, s in enumerate(slots)
+            ]
+            np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-5)

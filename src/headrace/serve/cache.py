@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import jax
-import jax.numpy as jnp
 import torch
 import torch.fx as fx
 
@@ -25,12 +24,12 @@ from headrace.bridge.intercept import AttentionCall, Intercept
 from headrace.bridge.program import Loop, Program
 from headrace.errors import CaptureError
 from headrace.kernels.paged import KVCacheDtype, PagedForm, PagedRows, PagedShape, paged_attention
+from headrace.serve.linear import linear_weight_first, weight_first
 from headrace.serve.lora import LoraStacks
 
 Array = jax.Array
 Pages = dict[str, tuple[Array, ...]]
 
-FEW_TOKENS = 32
 _ATTENTION = torch.ops.headrace.attention.default
 _MASK = torch.ops.headrace.mask.default
 
@@ -267,21 +266,3 @@ class PagedIntercept(Intercept):
         if self._lora is None:
             return outputs
         return self._lora.added(node, operands[0], outputs, self.turn)
-
-
-def weight_first(num_tokens: int) -> bool:
-    """Whether few tokens on a CPU make the weight the better left operand."""
-    return jax.default_backend() == "cpu" and 1 < num_tokens <= FEW_TOKENS
-
-
-def linear_weight_first(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """x @ weight.T + bias with the weight as the left operand.
-
-    XLA's CPU matmul packs its right operand at every call. With few tokens the weight is much the
-    larger one, so packing it costs more than the product; this way the tokens are packed.
-    """
-    flat = x.reshape(-1, x.shape[-1])
-    # Without the barrier XLA turns the product round again.
-    out_FT = jax.lax.optimization_barrier(jnp.einsum("fd,td->ft", weight, flat))
-    out = out_FT.T.reshape(*x.shape[:-1], weight.shape[0])
-    return out if bias is None else out + bias

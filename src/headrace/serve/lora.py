@@ -1,14 +1,16 @@
 """Several LoRA adapters on one base in one batch.
 
 The A and B of all adapters lie in stacks of fixed size, one slot an adapter, so that loading one
-changes an argument of the compiled step and recompiles nothing. Slot 0 stays zero: the base.
-A token multiplies with all A at once, keeps the part of its own slot and goes through all B: the
-weights of every loaded adapter are read once a step, as they must be when all are in use.
+changes an argument of the compiled step and recompiles nothing. Slot 0 is the base, which has no
+place in the stacks. The rows that decode and the prompts of a step are two groups. Where a group
+uses one adapter, the program multiplies with that one. Otherwise a token multiplies with all A at
+once, keeps the part of its own slot and goes through all B: the weights of every loaded adapter are
+read once, as they must be when all are in use.
 
 Knows: PEFT's adapter files and names, the graph's linear nodes. Does not know: requests.
 
-Shapes: T = tokens, L = turns of a loop, A = adapter slots, R = largest rank, D = inputs of a
-layer, F = its outputs.
+Shapes: T = tokens, L = turns of a loop, A = adapters (slots 1..A), R = largest rank, D = inputs of
+a layer, F = its outputs.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch.fx as fx
 
 from headrace.bridge.program import Loop, Program
 from headrace.errors import AdapterError
+from headrace.serve.linear import linear_weight_first, weight_first
 
 Array = jax.Array
 Stacks = dict[str, tuple[Array, Array]]  # key -> A [L, A, R, D], B [L, A, R, F]
@@ -74,11 +77,12 @@ def lora_targets(program: Program) -> dict[fx.Node, LoraTarget]:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraStacks:
-    """The adapters of one step. slots_T: the slot of every token."""
+    """The adapters of one step. slots_T: the slot of every token, rows that decode first."""
 
     targets: Mapping[fx.Node, LoraTarget]
     stacks: Stacks
     slots_T: Array
+    num_decode: int
 
     def added(self, node: fx.Node, inputs: Array, outputs: Array, turn: Array | None) -> Array:
         """The layer's outputs [1, T, F] with each token's adapter added."""
@@ -88,19 +92,45 @@ class LoraStacks:
         a_LARD, b_LARF = self.stacks[target.key]
         index = 0 if turn is None else turn
         a_ARD, b_ARF = a_LARD[index], b_LARF[index]
-        slots, rank, _ = a_ARD.shape
-        x_TD = inputs.reshape(-1, inputs.shape[-1])
-        h = (x_TD @ a_ARD.reshape(slots * rank, -1).T).reshape(-1, slots, rank)
-        own = self.slots_T[:, None] == jnp.arange(slots)
-        h = jnp.where(own[:, :, None], h, 0).reshape(-1, slots * rank)
-        delta = h @ b_ARF.reshape(slots * rank, -1)
+        x_TD, n = inputs.reshape(-1, inputs.shape[-1]), self.num_decode
+        groups = [(x_TD[:n], self.slots_T[:n]), (x_TD[n:], self.slots_T[n:])]
+        deltas = [_delta(x, slots, a_ARD, b_ARF) for x, slots in groups if x.shape[0]]
+        delta = deltas[0] if len(deltas) == 1 else jnp.concatenate(deltas)
         return outputs + delta.reshape(outputs.shape).astype(outputs.dtype)
+
+
+def _delta(x_TD: Array, slots_T: Array, a_ARD: Array, b_ARF: Array) -> Array:
+    """What the adapters add to a group of tokens [T, F]."""
+    if a_ARD.shape[0] == 1:
+        return _of_one(x_TD, slots_T, a_ARD, b_ARF)
+    alone = ((slots_T == slots_T.max()) | (slots_T == 0)).all()
+    return jax.lax.cond(alone, _of_one, _of_all, x_TD, slots_T, a_ARD, b_ARF)
+
+
+def _of_one(x_TD: Array, slots_T: Array, a_ARD: Array, b_ARF: Array) -> Array:
+    """Tokens of the base and of one adapter."""
+    at = jnp.maximum(slots_T.max() - 1, 0)
+    h_TR = jnp.where(slots_T[:, None] > 0, _times(x_TD, a_ARD[at]), 0)
+    return h_TR @ b_ARF[at]
+
+
+def _of_all(x_TD: Array, slots_T: Array, a_ARD: Array, b_ARF: Array) -> Array:
+    """Tokens of any adapters."""
+    adapters, rank, _ = a_ARD.shape
+    h = _times(x_TD, a_ARD.reshape(adapters * rank, -1)).reshape(-1, adapters, rank)
+    own = slots_T[:, None] == 1 + jnp.arange(adapters)
+    h = jnp.where(own[:, :, None], h, 0).reshape(-1, adapters * rank)
+    return h @ b_ARF.reshape(adapters * rank, -1)
+
+
+def _times(x_TD: Array, a_RD: Array) -> Array:
+    return linear_weight_first(x_TD, a_RD) if weight_first(x_TD.shape[0]) else x_TD @ a_RD.T
 
 
 def empty_stacks(
     targets: Mapping[fx.Node, LoraTarget], *, slots: int, rank: int, dtype: Any
 ) -> Stacks:
-    """Stacks of zeros for all linear layers; `slots` counts the base's slot 0."""
+    """Stacks of zeros for all linear layers; the base, slot 0, has no place in them."""
     return {
         t.key: (
             jnp.zeros((len(t.names), slots, rank, t.num_inputs), dtype),
@@ -212,7 +242,7 @@ def place_lora(
     *,
     name: str,
 ) -> Stacks:
-    """The stacks with one slot replaced (None empties it). Compiles nothing new after the first.
+    """The stacks with one slot (from 1 on) replaced; None empties it. Only the first compiles.
 
     Raises AdapterError when the adapter's rank or layers do not fit.
     """
@@ -231,15 +261,15 @@ def place_lora(
                 low, high = layers[layer]
                 fresh_a[turn, : low.shape[0]] = low
                 fresh_b[turn, : low.shape[0]] = high.T
-        new[target.key] = _set_slot(a, b, fresh_a, fresh_b, np.int32(slot))
+        new[target.key] = _set_slot(a, b, fresh_a, fresh_b, np.int32(slot - 1))
     return new
 
 
 @jax.jit
 def _set_slot(
-    a: Array, b: Array, new_a: np.ndarray, new_b: np.ndarray, slot: np.int32
+    a: Array, b: Array, new_a: np.ndarray, new_b: np.ndarray, at: np.int32
 ) -> tuple[Array, Array]:
-    return a.at[:, slot].set(new_a.astype(a.dtype)), b.at[:, slot].set(new_b.astype(b.dtype))
+    return a.at[:, at].set(new_a.astype(a.dtype)), b.at[:, at].set(new_b.astype(b.dtype))
 
 
 def _fit_problems(

@@ -33,9 +33,8 @@ from headrace.serve.cache import (
     CacheEntry,
     PagedIntercept,
     Pages,
-    linear_weight_first,
-    weight_first,
 )
+from headrace.serve.linear import linear_weight_first, weight_first
 from headrace.serve.lora import LoraStacks, Stacks, empty_stacks, place_lora
 from headrace.serve.model import ServedModel
 
@@ -187,7 +186,7 @@ class Programs:
         dtype = kinds[0] if kinds else jnp.float32
         return empty_stacks(
             self.model.targets,
-            slots=self.shapes.max_loras + 1,
+            slots=self.shapes.max_loras,
             rank=self.shapes.max_lora_rank,
             dtype=dtype,
         )
@@ -333,7 +332,10 @@ class Programs:
         adapters = None
         if stacks:
             adapters = LoraStacks(
-                targets=self.model.targets, stacks=stacks, slots_T=parts.adapters_T
+                targets=self.model.targets,
+                stacks=stacks,
+                slots_T=parts.adapters_T,
+                num_decode=shape.decode,
             )
         intercept = PagedIntercept(
             pages=pages,
