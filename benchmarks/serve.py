@@ -5,9 +5,9 @@
 
 Makes a Llama of random float32 weights (28M parameters by default) without an end token, starts one
 server after the other on this machine and sends both the same load with the same client: greedy,
-fixed lengths, warm-up apart. Rounds are interleaved. Then the engine alone: time of a decode step
-against the bound that memory bandwidth sets (weights + keys and values read once), host time a
-step, and the cost of adapters in the batch.
+fixed lengths, warm-up apart. Rounds are interleaved. Then the engine alone: time of a step in which
+all sequences decode against the bound that memory bandwidth sets (weights + keys and values read
+once), host time a step, and the cost of adapters in the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,11 +193,8 @@ def engine_alone(model: Path, args: argparse.Namespace, adapters: int) -> dict[s
         params = SamplingParams(temperature=0, max_tokens=args.output, ignore_eos=True)
         best: dict[str, float] = {}
         for repeat in range(args.rounds + 1):
-            before = (engine.stats.steps, engine.stats.host_seconds, engine.stats.wait_seconds)
-            _decode(engine, args, params, names, repeat)
-            after = (engine.stats.steps, engine.stats.host_seconds, engine.stats.wait_seconds)
-            steps = after[0] - before[0]
-            host, wait = ((b - a) / steps * 1e3 for a, b in zip(before[1:], after[1:], strict=True))
+            steps, host, wait = _decode(engine, args, params, names, repeat)
+            host, wait = host / steps * 1e3, wait / steps * 1e3
             if repeat and (not best or host + wait < best["step_ms"]):
                 best = {"step_ms": host + wait, "host_ms": host}
         weights = engine.model.num_bytes
@@ -210,17 +209,35 @@ def engine_alone(model: Path, args: argparse.Namespace, adapters: int) -> dict[s
     return best
 
 
-def _decode(engine: Any, args: argparse.Namespace, params: Any, names: Any, repeat: int) -> None:
-    from headrace.serve.answers import Collector
+def _decode(
+    engine: Any, args: argparse.Namespace, params: Any, names: Any, repeat: int
+) -> tuple[float, float, float]:
+    """Number of steps in which all sequences decode, their host and their wait seconds."""
+    marks: list[tuple[float, float, float]] = []
+    begun: set[int] = set()
+    left = threading.Semaphore(0)
 
-    waiting = []
+    def mark() -> None:
+        stats = engine.stats
+        marks.append((stats.steps, stats.host_seconds, stats.wait_seconds))
+
+    def listen(i: int, delta: Any) -> None:  # in the engine's thread, within a turn
+        if i not in begun:
+            begun.add(i)
+            if len(begun) == args.streams:
+                mark()
+        if delta.finish_reason is not None:
+            if len(marks) == 1:
+                mark()
+            left.release()
+
     for i in range(args.streams):
-        collector = Collector(1)
         prompt = [10 + (i * 131 + repeat * 17 + j) % 8000 for j in range(args.input)]
-        engine.submit(prompt, params, collector, adapter=names[i % len(names)])
-        waiting.append(collector)
-    for collector in waiting:
-        collector.wait()
+        engine.submit(prompt, params, partial(listen, i), adapter=names[i % len(names)])
+    for _ in range(args.streams):
+        left.acquire()
+    before, after = marks
+    return after[0] - before[0], after[1] - before[1], after[2] - before[2]
 
 
 def _random_adapter(model: Path, folder: Path, seed: int) -> Path:
