@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, MambaConfig
+from transformers import Lfm2Config, LlamaConfig, MambaConfig
 
 from headrace.cli.app import run
 
@@ -62,6 +62,28 @@ def test_a_recurrent_model_is_told_what_it_cannot_do(
     assert found["packing"]["verdict"] == "no"
     assert found["serving"]["verdict"] == "no"
     assert "no attention operator" in " ".join(found["serving"]["lines"])
+
+
+def test_state_beside_attention_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its graph has attention, so only numbers show that the convolution carries tokens along."""
+    config = Lfm2Config(
+        vocab_size=96,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        layer_types=["conv", "full_attention"],
+    )
+    folder = configure(config, "Lfm2ForCausalLM", tmp_path)
+    _, found = answers([folder], capsys)
+    assert found["serving"]["verdict"] == "no"
+    assert "first with aten.conv1d" in found["serving"]["lines"][0]
+    _, found = answers([folder, "--structure-only"], capsys)
+    assert found["serving"]["verdict"] == "partly"
+    assert "not tried" in found["serving"]["lines"][1]
 
 
 class Branches(nn.Module):

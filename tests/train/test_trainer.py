@@ -25,6 +25,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 from headrace.config import ClassificationConfig, SFTConfig
 from headrace.errors import CheckpointError, ConfigError, DataError, TrainingError
+from headrace.sharding import DeviceMemory
 from headrace.train import SFTTrainer, durable, loop, programs
 from headrace.train.checkpoint import list_checkpoints
 from headrace.train.interrupt import Interrupt
@@ -351,10 +352,10 @@ def test_memory_need_is_compared_before_the_first_step(
     trainer = finished[0]
     assert trainer._programs is not None
     trainer._programs.prepare_largest(trainer.train_state)
-    monkeypatch.setattr(programs, "_memory_limit", lambda: 1)
+    monkeypatch.setattr(programs, "device_memory", lambda: DeviceMemory(limit=1, used=0))
     with pytest.raises(TrainingError, match=r"the training step needs .* GiB, the device has"):
         trainer._programs.prepare_largest(trainer.train_state)
-    monkeypatch.setattr(programs, "_memory_limit", lambda: None)
+    monkeypatch.setattr(programs, "device_memory", lambda: None)
     auto = replace(trainer.run, config=trainer.args.replace(activation_checkpointing="auto"))
     made = programs.Programs(auto, trainer.train_state, on_compile=print)
     assert made.remat == "none" and "no memory limit is known" in made.notes[0]

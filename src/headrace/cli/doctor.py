@@ -134,9 +134,11 @@ def check_devices() -> Iterator[Finding]:
         advice = "pip install 'headrace[cuda]' or 'headrace[tpu]'"
         found = "there is an accelerator, jax does not see it"
         yield Finding(subject="accelerator", found=found, level="warning", advice=advice)
-    limit = (first.memory_stats() or {}).get("bytes_limit") if first.platform != "cpu" else None
-    if limit:
-        yield Finding(subject="device memory", found=f"{_gib(limit)} each")
+    from headrace.sharding import device_memory
+
+    memory = device_memory(first)
+    if memory is not None:
+        yield Finding(subject="device memory", found=f"{_gib(memory.limit)} each")
 
 
 def check_memory() -> Iterator[Finding]:

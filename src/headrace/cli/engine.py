@@ -34,6 +34,9 @@ QUANTIZATION: Any = typer.Option(
 KV_CACHE_DTYPE: Any = typer.Option(
     "--kv-cache-dtype", help="auto (the model's) or int8 for keys and values."
 )
+TENSOR_PARALLEL: Any = typer.Option(
+    "--tensor-parallel-size", help="Devices that share weights and heads.", min=1
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

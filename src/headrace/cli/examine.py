@@ -172,7 +172,7 @@ def examine(subject: Subject, *, mesh: str, compare: bool = True) -> list[Findin
     if module is not None:
         found.append(_sharding(module, mesh))
         found.append(_packing(subject, module, compare))
-        found.append(_serving(model, subject.inputs))
+        found.append(_serving(subject, compare))
     return found
 
 
@@ -406,22 +406,30 @@ def _packed_error(model: nn.Module, inputs: dict[str, Any], ids: Any) -> float:
     return float(np.abs(packed - expected).max() / max(np.abs(expected).max(), 1e-6))
 
 
-def _serving(model: nn.Module, inputs: Mapping[str, Any]) -> Finding:
-    from headrace.bridge.module import to_jax
+def _serving(subject: Subject, compare: bool) -> Finding:
+    """What `capture_for_serving` would refuse, and what a token takes in the cache."""
     from headrace.serve.cache import cache_entries
+    from headrace.serve.model import capture_decoder, vocabulary_size
+    from headrace.serve.tokenwise import require_tokenwise
 
-    if "input_ids" not in inputs or "decoder_input_ids" in inputs:
+    if "input_ids" not in subject.inputs or "decoder_input_ids" in subject.inputs:
         return _skipped("serving", "serving is for decoder-only models of tokens")
-    import torch
-
-    if model.get_output_embeddings() is None:  # pyright: ignore
+    output = getattr(subject.structure, "get_output_embeddings", lambda: None)()
+    if output is None:
         return _skipped("serving", "the model has no LM head")
-    ids = inputs["input_ids"]
-    given = {"input_ids": ids}
-    if "position_ids" in _forward_names(model):
-        given["position_ids"] = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+    size = sum(p.numel() for p in subject.structure.parameters())
+    tried = compare and size <= LARGEST_COMPARED
+    model = (subject.with_weights() if tried else subject.structure).eval()
     try:
-        module = to_jax(model.eval(), given)
+        module = capture_decoder(model, roll=False)
+        if tried:
+            require_tokenwise(
+                module,
+                module.params(),
+                module.buffers(),
+                vocab_size=vocabulary_size(model),
+                name=type(model).__name__,
+            )
         entries = cache_entries(module.program)
     except CaptureError as error:
         return Finding(subject="serving", verdict="no", lines=tuple(str(error).splitlines()))
@@ -431,9 +439,12 @@ def _serving(model: nn.Module, inputs: Mapping[str, Any]) -> Finding:
         if e.writes
     )
     layers = sum(e.layers for e in entries.values())
+    lines = [f"{layers} layers with a paged key/value cache, {token:,} bytes a token"]
+    if not tried:
+        lines.append("whether tokens meet outside of attention was not tried: it needs numbers")
     return Finding(
         subject="serving",
-        verdict="yes",
-        lines=(f"{layers} layers with a paged key/value cache, {token:,} bytes a token",),
+        verdict="yes" if tried else "partly",
+        lines=tuple(lines),
         data={"layers": layers, "cache_bytes_per_token": token},
     )

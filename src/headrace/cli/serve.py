@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from headrace.serve.vllm import Sizes
 
 
+DEFAULT_MAX_LORA_RANK = 32
+
+
 def serve(
     model: Annotated[str, shared.MODEL],
     adapter: Annotated[list[str] | None, shared.ADAPTER] = None,
@@ -55,7 +58,7 @@ def serve(
     ] = 0,
     max_lora_rank: Annotated[
         int, typer.Option("--max-lora-rank", help="Largest adapter rank.", min=1)
-    ] = 32,
+    ] = DEFAULT_MAX_LORA_RANK,
     speculative_tokens: Annotated[
         int,
         typer.Option("--speculative-tokens", help="Guesses a step by prompt lookup.", min=0),
@@ -72,6 +75,7 @@ def serve(
     dtype: Annotated[str, shared.DTYPE] = "auto",
     quantization: Annotated[str | None, shared.QUANTIZATION] = None,
     kv_cache_dtype: Annotated[str, shared.KV_CACHE_DTYPE] = "auto",
+    tensor_parallel_size: Annotated[int, shared.TENSOR_PARALLEL] = 1,
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", help="Time for running answers after SIGTERM.")
     ] = 30.0,
@@ -135,14 +139,20 @@ def serve(
             "--adapter": adapter,
             "--cache-tokens": cache_tokens,
             "--max-loras": max_loras,
+            "--max-lora-rank": max_lora_rank != DEFAULT_MAX_LORA_RANK,
+            "--no-prefix-caching": not prefix_caching,
             "--speculative-tokens": speculative_tokens,
             "--quantization": quantization,
             "--kv-cache-dtype": kv_cache_dtype != "auto",
+            "--tensor-parallel-size": tensor_parallel_size > 1,
         }
         unused = [name for name, value in given.items() if value]
         if unused:
             raise ConfigError(f"{', '.join(unused)}: only for models that write text")
-        return _serve_pooling(model, {**common, "task": task}, max_queue, listening)
+        options = {**common, "task": task, "max_queue": max_queue}
+        if max_num_batched_tokens is not None:
+            options["max_batched_tokens"] = max_num_batched_tokens
+        return _serve_pooling(model, options, listening)
     if merge and (adapter or max_loras):
         raise ConfigError("--merge serves one adapter folded in; leave out --adapter, --max-loras")
     own = None if merge else find_adapter(model)
@@ -163,6 +173,7 @@ def serve(
             "merge": merge,
             "quantization": quantization,
             "kv_cache_dtype": kv_cache_dtype,
+            "tensor_parallel_size": tensor_parallel_size,
         },
     )
     default = running.adapters.names[0] if own is not None else None
@@ -170,14 +181,12 @@ def serve(
     return _listen(running, {**listening, "default_model": default}, f"cache {cached:,} tokens, ")
 
 
-def _serve_pooling(
-    model: str, options: dict[str, Any], max_queue: int, listening: dict[str, Any]
-) -> int:
+def _serve_pooling(model: str, options: dict[str, Any], listening: dict[str, Any]) -> int:
     from headrace.serve.pooling import PoolingEngine, PoolingOptions
 
     running = PoolingEngine(
         model,
-        options=PoolingOptions(**options, max_queue=max_queue),
+        options=PoolingOptions(**options),
         progress=shared.progress_line,
     )
     lengths = ", ".join(map(str, running.lengths))

@@ -41,12 +41,12 @@ class Here:
         """The devices that JAX has."""
         import jax
 
-        devices = jax.devices()
-        stats: Any = jax.local_devices()[0].memory_stats()
-        limit = (stats or {}).get("bytes_limit")
+        from headrace.sharding import device_memory
+
+        devices, memory = jax.devices(), device_memory()
         return cls(
             count=len(devices),
-            memory=None if limit is None else int(limit),
+            memory=None if memory is None else memory.limit,
             hardware=local_slice(devices[0].device_kind, len(devices)),
         )
 

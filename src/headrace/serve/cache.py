@@ -13,17 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import jax
 import torch
 import torch.fx as fx
+from jax.sharding import Mesh, PartitionSpec
 
 from headrace.bridge.dtypes import to_jax_dtype
 from headrace.bridge.intercept import AttentionCall, Intercept
 from headrace.bridge.program import Loop, Program
 from headrace.errors import CaptureError
 from headrace.kernels.paged import KVCacheDtype, PagedForm, PagedRows, PagedShape, paged_attention
+from headrace.kernels.paged_sharded import paged_attention_on_mesh
 from headrace.serve.linear import linear_weight_first, weight_first
 from headrace.serve.lora import LoraStacks
 
@@ -110,6 +113,11 @@ def cache_entries(program: Program) -> dict[fx.Node, CacheEntry]:
             + "\n`headrace eval` and greedy generation without a cache still work for it."
         )
     return entries
+
+
+def has_attention(program: Program) -> bool:
+    """Whether the graph has an attention operator at all."""
+    return bool(_attention_nodes(program))
 
 
 def shares_across_loop(program: Program) -> bool:
@@ -213,7 +221,10 @@ def _outside(node: fx.Node, loop: Loop | None, program: Program) -> Any:
 
 
 class PagedIntercept(Intercept):
-    """Attention against the pages, and adapters on linear layers, for one step."""
+    """Attention against the pages, and adapters on linear layers, for one step.
+
+    page_specs: how every cache's arrays lie on `mesh`; empty without one.
+    """
 
     def __init__(
         self,
@@ -223,11 +234,14 @@ class PagedIntercept(Intercept):
         rows: PagedRows,
         num_pages: int,
         forms: Mapping[str, PagedForm],
+        page_specs: Mapping[str, PartitionSpec],
+        mesh: Mesh | None = None,
         lora: LoraStacks | None = None,
         turn: Array | None = None,
     ) -> None:
         self.value: Pages = dict(pages)
         self.turn = turn
+        self._mesh, self._page_specs = mesh, page_specs
         self._entries, self._rows, self._num_pages = entries, rows, num_pages
         self._forms, self._lora = forms, lora
 
@@ -238,6 +252,8 @@ class PagedIntercept(Intercept):
             rows=self._rows,
             num_pages=self._num_pages,
             forms=self._forms,
+            page_specs=self._page_specs,
+            mesh=self._mesh,
             lora=self._lora,
             turn=turn,
         )
@@ -245,7 +261,10 @@ class PagedIntercept(Intercept):
     def attention(self, call: AttentionCall) -> Array:
         entry = self._entries[call.node]
         first = 0 if self.turn is None else self.turn.astype("int32") * self._num_pages
-        out_TNH, self.value[entry.source] = paged_attention(
+        attend: Any = paged_attention
+        if self._mesh is not None:
+            attend = partial(paged_attention_on_mesh, self._mesh, self._page_specs[entry.source])
+        out_TNH, self.value[entry.source] = attend(
             self.value[entry.source],
             call.query[0].swapaxes(0, 1),
             call.key[0].swapaxes(0, 1) if entry.writes else None,
@@ -261,7 +280,7 @@ class PagedIntercept(Intercept):
         return out_TNH.swapaxes(0, 1)[None].astype(call.query.dtype)
 
     def linear(self, node: fx.Node, operands: Sequence[Any], outputs: Array) -> Array:
-        if weight_first(operands[0].size // operands[0].shape[-1]):
+        if self._mesh is None and weight_first(operands[0].size // operands[0].shape[-1]):
             outputs = linear_weight_first(*operands).astype(outputs.dtype)
         if self._lora is None:
             return outputs

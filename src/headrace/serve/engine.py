@@ -27,6 +27,7 @@ from headrace.errors import AdapterError, ConfigError, QueueFullError, ServeErro
 from headrace.serve import request
 from headrace.serve.adapters import Adapters
 from headrace.serve.answers import Answer, Collector
+from headrace.serve.base import ThreadedEngine
 from headrace.serve.options import EngineOptions, choose_shapes, open_model
 from headrace.serve.pages import PagePool
 from headrace.serve.params import SamplingParams
@@ -48,7 +49,7 @@ class Handle:
     sequences: tuple[request.Sequence, ...]
 
 
-class Engine:
+class Engine(ThreadedEngine):
     """Serves one captured model to many requests at once.
 
     model: a model folder or hub id, an adapter folder (its base is served and the adapter loaded
@@ -68,6 +69,7 @@ class Engine:
         options: EngineOptions | None = None,
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
+        super().__init__()
         options = options or EngineOptions()
         self.model, own = open_model(model, options, bool(adapters))
         wanted = {**own, **(adapters or {})}
@@ -81,15 +83,12 @@ class Engine:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._num_arriving = 0
         self._lock = threading.Lock()
-        self.dead: BaseException | None = None
-        self._closing = False
         self.warm_up_seconds = 0.0
         if options.warm_up:
             self.warm_up_seconds = self._runner.programs.warm_up(progress)
         for name, folder in wanted.items():
             self._place_adapter(name, folder)
-        self._thread = threading.Thread(target=self._loop, name="headrace-engine", daemon=True)
-        self._thread.start()
+        self._start("headrace-engine", self._loop)
 
     # requests -----------------------------------------------------------------------------------
 
@@ -218,17 +217,6 @@ class Engine:
         self.adapters.add(name, put, replace=replace)
 
     # life ---------------------------------------------------------------------------------------
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine's thread runs."""
-        return self.dead is None and not self._closing and self._thread.is_alive()
 
     @property
     def max_model_len(self) -> int:

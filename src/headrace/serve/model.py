@@ -16,16 +16,18 @@ from typing import Any
 import jax
 import torch
 import torch.fx as fx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
 
 from headrace.bridge.module import JaxModule, to_jax
 from headrace.bridge.passes.head import Head
 from headrace.errors import CaptureError, ConfigError
 from headrace.kernels.quantized import quantize
-from headrace.serve.cache import CacheEntry, cache_entries, shares_across_loop
+from headrace.serve.cache import CacheEntry, cache_entries, has_attention, shares_across_loop
 from headrace.serve.defaults import GenerationDefaults, end_ids, generation_defaults
 from headrace.serve.lora import LoraTarget, lora_targets
 from headrace.serve.tokenwise import require_tokenwise
+from headrace.sharding import MeshConfig, make_mesh, make_partition, param_shardings, plan_params
 from headrace.weights.quantization import quantizations
 
 log = logging.getLogger(__name__)
@@ -65,8 +67,17 @@ class ServedModel:
         return {k: self.params[k] for k in keys if k is not None}
 
     @property
+    def mesh(self) -> Mesh | None:
+        """The devices it is divided over, None for one."""
+        partition = self.module.partition
+        if partition is None:
+            return None
+        assert isinstance(partition.mesh, Mesh)
+        return partition.mesh
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of all weights on the device."""
+        """Bytes of all weights, each counted once however many devices hold it."""
         return sum(int(x.nbytes) for x in jax.tree.leaves((self.params, self.buffers)))
 
 
@@ -80,6 +91,7 @@ def load_served_model(
     trust_remote_code: bool = False,
     tokenizer_from: str | Path | None = None,
     quantization: str | None = None,
+    tensor_parallel_size: int = 1,
 ) -> ServedModel:
     """Load and capture a model folder, hub id, or an adapter folder's base.
 
@@ -107,7 +119,13 @@ def load_served_model(
     take_generation_config(model, Path(source))  # an adapter's own end tokens
     tokenizer = load_tokenizer(source, base=base, trust_remote_code=trust_remote_code)
     title = Path(str(name)).name or str(name)
-    served = capture_for_serving(model, tokenizer=tokenizer, name=title, quantization=quantization)
+    served = capture_for_serving(
+        model,
+        tokenizer=tokenizer,
+        name=title,
+        quantization=quantization,
+        tensor_parallel_size=tensor_parallel_size,
+    )
     model.to("meta")  # the weights live on the device now
     return served
 
@@ -119,45 +137,42 @@ def capture_for_serving(
     name: str = "model",
     roll: bool | None = None,
     quantization: str | None = None,
+    tensor_parallel_size: int = 1,
 ) -> ServedModel:
     """Capture a loaded causal model; copies its weights.
 
     roll: run repeated layers as loops: quick to compile; None does so where the compiler reads a
     layer's weights in place (TPU, GPU) and unrolls on CPU, where each slice would be copied.
     quantization: int8, int4 or nf4 for the weights of linear layers and experts; embeddings and
-    the head stay as they are.
+    the head stay as they are. tensor_parallel_size: devices that share the weights and the heads.
     """
-    config: Any = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise CaptureError(
-            f"{type(model).__name__} is an encoder-decoder; the engine serves decoders. "
-            "`headrace eval` answers with it"
-        )
+    mesh = _mesh(tensor_parallel_size)
     roll = jax.default_backend() != "cpu" if roll is None else roll
-    module = _capture(model, roll=roll)
-    if roll and shares_across_loop(module.program):
-        log.info("%s shares keys and values across layers: served without loops", name)
-        module = _capture(model, roll=False)
-    if not module.program.dynamic:
-        raise CaptureError(
-            f"{type(model).__name__} can only be captured with fixed shapes, so one program cannot "
-            "serve prompts of every length: " + "; ".join(module.program.history[0].notes)
-        )
-    cache_entries(module.program)  # refuses before weights are copied
-    params, buffers = module.params(), module.buffers()
+    module = capture_decoder(model, roll=roll)
+    if has_attention(module.program):
+        cache_entries(module.program)  # refuses before weights are copied
+    params, buffers = _stored(module, mesh)
     head: Head | None = None
     try:
         module, head = module.without_head()
     except CaptureError as error:
         log.info("logits are computed for every token of a step: %s", error)
-    text: Any = config.get_text_config()
-    vocab_size = _vocab_size(model, text)
+    if mesh is not None:
+        module, params, buffers = _divided(module, params, buffers, mesh)
+    text: Any = model.config.get_text_config()  # pyright: ignore
+    vocab_size = vocabulary_size(model)
     generation = getattr(model, "generation_config", None)
     defaults = generation_defaults(generation)
     if defaults.unused:
         log.warning("generation_config.json: %s not applied", ", ".join(defaults.unused))
     kind = type(model).__name__
-    require_tokenwise(module, params, buffers, vocab_size=vocab_size, name=kind)
+    try:
+        require_tokenwise(module, params, buffers, vocab_size=vocab_size, name=kind)
+    except CaptureError:
+        if module.program.loops:  # an operator inside of a loop has no name yet
+            whole = capture_decoder(model, roll=False)
+            require_tokenwise(whole, *_stored(whole, mesh), vocab_size=vocab_size, name=kind)
+        raise
     if quantization is not None:
         params = _quantized(module, params, head, quantization)
     return ServedModel(
@@ -177,6 +192,28 @@ def capture_for_serving(
     )
 
 
+def capture_decoder(model: nn.Module, *, roll: bool) -> JaxModule:
+    """The capture that serving runs. Raises CaptureError for models that have none: encoders with
+    a decoder, fixed shapes, no position_ids.
+    """
+    kind = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise CaptureError(
+            f"{kind} is an encoder-decoder; the engine serves decoders. "
+            "`headrace eval` answers with it"
+        )
+    module = _capture(model, roll=roll)
+    if roll and shares_across_loop(module.program):
+        log.info("%s shares keys and values across layers: served without loops", kind)
+        module = _capture(model, roll=False)
+    if not module.program.dynamic:
+        raise CaptureError(
+            f"{kind} can only be captured with fixed shapes, so one program cannot "
+            "serve prompts of every length: " + "; ".join(module.program.history[0].notes)
+        )
+    return module
+
+
 def _capture(model: nn.Module, *, roll: bool) -> JaxModule:
     ids = torch.ones(2, 16, dtype=torch.int64)
     positions = torch.arange(16).expand(2, 16).contiguous()
@@ -187,6 +224,37 @@ def _capture(model: nn.Module, *, roll: bool) -> JaxModule:
             f"{type(model).__name__} takes no position_ids, which serving needs to place the "
             f"tokens of several requests in one batch ({error})"
         ) from error
+
+
+def _mesh(tensor: int) -> Mesh | None:
+    """The first `tensor` devices; None for one. Raises ConfigError when there are fewer."""
+    devices = jax.devices()
+    if tensor == 1:
+        return None
+    if tensor > len(devices):
+        raise ConfigError(
+            f"tensor_parallel_size is {tensor}; there are {len(devices)} devices here"
+        )
+    return make_mesh(MeshConfig(tensor=tensor), devices[:tensor])
+
+
+def _stored(module: JaxModule, mesh: Mesh | None) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Weights and buffers; in host memory when they are to be divided, one device may be small."""
+    if mesh is None:
+        return module.params(), module.buffers()
+    with jax.default_device(jax.devices("cpu")[0]):
+        return module.params(), module.buffers()
+
+
+def _divided(
+    module: JaxModule, params: dict[str, Array], buffers: dict[str, Array], mesh: Mesh
+) -> tuple[JaxModule, dict[str, Array], dict[str, Array]]:
+    """The module on the mesh, its weights where the model's own plan puts them, buffers whole."""
+    plans = plan_params(module, MeshConfig(**mesh.shape))
+    where = param_shardings(mesh, plans)
+    placed = {key: jax.device_put(value, where[key]) for key, value in params.items()}
+    whole = jax.device_put(buffers, NamedSharding(mesh, PartitionSpec()))
+    return module.on_mesh(make_partition(mesh, plans)), placed, whole
 
 
 def _quantized(
@@ -203,6 +271,9 @@ def _quantized(
     }
 
 
-def _vocab_size(model: Any, config: Any) -> int:
+def vocabulary_size(model: Any) -> int:
+    """Rows of the output embedding: token ids the model may write."""
     output = model.get_output_embeddings()
-    return int(output.weight.shape[0]) if output is not None else int(config.vocab_size)
+    if output is not None:
+        return int(output.weight.shape[0])
+    return int(model.config.get_text_config().vocab_size)

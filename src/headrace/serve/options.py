@@ -14,8 +14,9 @@ import jax
 
 from headrace.errors import ConfigError
 from headrace.kernels.paged import KVCacheDtype
+from headrace.kernels.paged_sharded import one_part
 from headrace.kernels.quantized import FORMATS
-from headrace.serve.cache import CacheEntry
+from headrace.serve.base import CommonOptions
 from headrace.serve.model import (
     DEFAULT_MAX_MODEL_LEN,
     ServedModel,
@@ -23,6 +24,7 @@ from headrace.serve.model import (
     load_served_model,
 )
 from headrace.serve.programs import Shapes, check_shapes
+from headrace.sharding import device_memory
 
 log = logging.getLogger(__name__)
 
@@ -33,30 +35,24 @@ DEVICE_SHARE = 0.80  # of what the weights leave; the rest is for programs and t
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How an engine is built.
+class EngineOptions(CommonOptions):
+    """How an engine is built; `CommonOptions` has the rest.
 
     max_model_len: most tokens of prompt and answer; None takes the model's own, 4096 at most.
-    max_num_seqs: sequences computed at once. max_batched_tokens: prompt tokens a step; None is 256
-    on CPU, where a larger step only makes others wait, and 512 elsewhere. page_size: tokens a
-    page; None chooses by platform. cache_tokens: size of the cache; None takes what max_num_seqs
-    sequences of full length need, as far as memory goes. max_queue: sequences that may wait; more
-    are refused. prefix_caching: reuse equal beginnings. max_loras: adapter slots, max_lora_rank:
-    their largest rank. speculative_tokens: guesses a step from the text so
-    far, 0 is off. merge: fold an adapter into its base. quantization: int8,
-    int4 or nf4 stores the weights of linear layers so. kv_cache_dtype: "auto" keeps keys and values
-    in the model's dtype, "int8" as codes with a scale for each token and head (not on TPU). dtype:
-    of weights, "auto" is the files'.
-    roll: run repeated layers as loops; None chooses by platform. compilation_cache: a folder where
-    compiled programs are kept for the next start, None leaves JAX's own setting.
+    max_batched_tokens: prompt tokens a step; None is 256 on CPU, where a larger step only makes
+    others wait, and 512 elsewhere. page_size: tokens a page; None chooses by platform.
+    cache_tokens: size of the cache; None takes what max_num_seqs sequences of full length need, as
+    far as memory goes. prefix_caching: reuse equal beginnings. max_loras: adapter slots,
+    max_lora_rank: their largest rank. speculative_tokens: guesses a step from the text so far, 0 is
+    off. merge: fold an adapter into its base. quantization: int8, int4 or nf4 stores the weights of
+    linear layers so. kv_cache_dtype: "auto" keeps keys and values in the model's dtype, "int8" as
+    codes with a scale for each token and head (not on TPU). tensor_parallel_size: devices that
+    share weights and heads. roll: run repeated layers as loops; None chooses by platform.
     """
 
-    max_model_len: int | None = None
-    max_num_seqs: int = 16
     max_batched_tokens: int | None = None
     page_size: int | None = None
     cache_tokens: int | None = None
-    max_queue: int = 256
     prefix_caching: bool = True
     max_loras: int = 0
     max_lora_rank: int = 32
@@ -64,29 +60,23 @@ class EngineOptions:
     merge: bool = False
     quantization: str | None = None
     kv_cache_dtype: KVCacheDtype = "auto"
-    base: str | None = None
-    dtype: str = "auto"
-    revision: str = "main"
-    trust_remote_code: bool = False
+    tensor_parallel_size: int = 1
     roll: bool | None = None
-    warm_up: bool = True
-    compilation_cache: str | None = None
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {value}; it is at least {least}"
-            for name, value, least in [
-                ("max_num_seqs", self.max_num_seqs, 1),
-                ("max_batched_tokens", self.max_batched_tokens or 16, 16),
-                ("max_queue", self.max_queue, 1),
-                ("max_loras", self.max_loras, 0),
-                ("max_lora_rank", self.max_lora_rank, 1),
-                ("speculative_tokens", self.speculative_tokens, 0),
-                ("page_size", self.page_size or 16, 1),
-                ("max_model_len", self.max_model_len or 2, 2),
-            ]
-            if value < least
-        ]
+    def least(self) -> dict[str, int]:
+        return {
+            **super().least(),
+            "max_model_len": 2,
+            "max_batched_tokens": 16,
+            "max_loras": 0,
+            "max_lora_rank": 1,
+            "tensor_parallel_size": 1,
+            "speculative_tokens": 0,
+            "page_size": 1,
+        }
+
+    def problems(self) -> list[str]:
+        problems: list[str] = []
         if self.speculative_tokens > 15:
             problems.append(f"speculative_tokens is {self.speculative_tokens}; it is at most 15")
         if self.quantization not in (None, *FORMATS):
@@ -95,10 +85,11 @@ class EngineOptions:
         if self.kv_cache_dtype not in get_args(KVCacheDtype):
             known = ", ".join(get_args(KVCacheDtype))
             problems.append(f"kv_cache_dtype is {self.kv_cache_dtype!r}; it is one of {known}")
+        if self.quantization is not None and self.tensor_parallel_size > 1:
+            problems.append("quantization serves one device; leave out tensor_parallel_size")
         if self.merge and self.max_loras:
             problems.append("merge folds the adapter into the base; max_loras keeps them apart")
-        if problems:
-            raise ConfigError("; ".join(problems))
+        return problems
 
 
 def open_model(
@@ -107,14 +98,23 @@ def open_model(
     """The captured model, and the adapter that was asked for by giving its folder."""
     from headrace.weights.adapter import find_adapter
 
-    if options.compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", options.compilation_cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    options.use_compilation_cache()
+    size = options.tensor_parallel_size
     if isinstance(model, ServedModel):
+        there = 1 if model.mesh is None else model.mesh.size
+        if size not in (1, there):
+            raise ConfigError(
+                f"tensor_parallel_size is {size}; the ServedModel was captured for {there}"
+            )
         return model, {}
     if not isinstance(model, (str, Path)):
-        name, quantization = type(model).__name__, options.quantization
-        served = capture_for_serving(model, name=name, roll=options.roll, quantization=quantization)
+        served = capture_for_serving(
+            model,
+            name=type(model).__name__,
+            roll=options.roll,
+            quantization=options.quantization,
+            tensor_parallel_size=size,
+        )
         return served, {}
     adapter = find_adapter(model)
     if options.merge and adapter is None:
@@ -135,6 +135,7 @@ def open_model(
         trust_remote_code=options.trust_remote_code,
         tokenizer_from=model,
         quantization=options.quantization,
+        tensor_parallel_size=size,
     )
     return served, own
 
@@ -153,7 +154,7 @@ def choose_shapes(model: ServedModel, options: EngineOptions) -> Shapes:
     if options.cache_tokens is not None:
         pages = -(-options.cache_tokens // page)
     else:
-        pages = min(wanted, _affordable(list(model.entries.values()), page, options))
+        pages = min(wanted, _affordable(model, page, options))
         if pages < wanted:
             log.info(
                 "the cache holds %d tokens of the %d that %d full sequences need",
@@ -184,18 +185,18 @@ def _page_size(length: int) -> int:
     return max(16, min(256, 1 << ((length // 16) - 1).bit_length()))
 
 
-def _affordable(entries: list[CacheEntry], page_size: int, options: EngineOptions) -> int:
-    """Pages that memory has room for now."""
+def _affordable(model: ServedModel, page_size: int, options: EngineOptions) -> int:
+    """Pages that the memory of each device has room for now."""
     stored = options.kv_cache_dtype
     shapes = [
         e.shape(num_pages=1, page_size=page_size, kv_cache_dtype=stored)
-        for e in entries
+        for e in model.entries.values()
         if e.writes
     ]
-    bytes_a_page = page_size * sum(s.bytes_a_token for s in shapes)
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        room = (stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * DEVICE_SHARE
+    bytes_a_page = page_size * sum(one_part(s, model.mesh).bytes_a_token for s in shapes)
+    device = device_memory()
+    if device is not None:
+        room = (device.limit - device.used) * DEVICE_SHARE
     else:
         room = _host_memory() * HOST_SHARE
     return int(room // bytes_a_page)

@@ -25,9 +25,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from headrace.errors import ConfigError
 from headrace.kernels.paged import KVCacheDtype, PagedForm, PagedRows, PagedShape, empty_pages
+from headrace.kernels.paged_sharded import one_part, page_spec
 from headrace.serve import sampler
 from headrace.serve.cache import (
     CacheEntry,
@@ -168,14 +170,28 @@ class Programs:
     warm: bool = False
     late_compilations: int = 0
     _compiled: dict[Any, Any] = field(default_factory=dict)
+    _whole: NamedSharding | None = None
+    _page_specs: dict[str, PartitionSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         entries = [e for e in self.model.entries.values() if e.writes]
-        self.pages = {
-            e.name: empty_pages(self.shapes.paged(e), self.forms[e.name]) for e in entries
-        }
-        self.stacks = self._empty_stacks()
-        self.shaping = sampler.empty_shaping(self.shapes.max_num_seqs, self.model.vocab_size)
+        if (mesh := self.model.mesh) is not None:
+            self._whole = NamedSharding(mesh, PartitionSpec())
+            self._page_specs = {
+                e.name: page_spec(self.shapes.paged(e), self.forms[e.name], mesh) for e in entries
+            }
+        self.pages = {e.name: self._empty_pages(e) for e in entries}
+        shaping = sampler.empty_shaping(self.shapes.max_num_seqs, self.model.vocab_size)
+        self.stacks, self.shaping = self._empty_stacks(), shaping
+        if self._whole is not None:
+            self.stacks, self.shaping = jax.device_put((self.stacks, shaping), self._whole)
+
+    def _empty_pages(self, entry: CacheEntry) -> tuple[Array, ...]:
+        shape, form = self.shapes.paged(entry), self.forms[entry.name]
+        if self.model.mesh is None:
+            return empty_pages(shape, form)
+        where = NamedSharding(self.model.mesh, self._page_specs[entry.name])
+        return jax.jit(partial(empty_pages, shape, form), out_shardings=where)()
 
     def _empty_stacks(self) -> Stacks:
         if not self.shapes.max_loras:
@@ -290,29 +306,41 @@ class Programs:
         head, hidden = self.model.head_params, self._hidden_size
         if kind == "step":
             _, shape, lora = key
-            packed = jax.ShapeDtypeStruct((packed_size(self.shapes, shape),), jnp.int32)
+            packed = self._argument((packed_size(self.shapes, shape),), jnp.int32)
             stacks = self.stacks if lora else {}
-            run = jax.jit(partial(self._step, shape), donate_argnums=(2,))
+            where = jax.tree.map(lambda x: x.sharding, self.pages)
+            results = self._results((where, self._whole, self._whole))
+            run = jax.jit(partial(self._step, shape), donate_argnums=(2,), **results)
             arguments = (self.model.params, self.model.buffers, self.pages, stacks, packed)
         elif kind == "sample":
             _, variant, rows = key
-            states = jax.ShapeDtypeStruct((rows, hidden.shape[-1]), hidden.dtype)
-            integers = jax.ShapeDtypeStruct((sampler.NUM_INTEGERS, rows), jnp.int32)
-            floats = jax.ShapeDtypeStruct((sampler.NUM_FLOATS, rows), jnp.float32)
+            states = self._argument((rows, hidden.shape[-1]), hidden.dtype)
+            integers = self._argument((sampler.NUM_INTEGERS, rows), jnp.int32)
+            floats = self._argument((sampler.NUM_FLOATS, rows), jnp.float32)
             arguments = (head, states, integers, floats)
             if variant == "shaped":
                 words = -(-self.model.vocab_size // 32)
-                bits = jax.ShapeDtypeStruct((rows, words), jnp.int32)
-                run = jax.jit(self._sample_shaped, donate_argnums=(4,))
+                bits = self._argument((rows, words), jnp.int32)
+                run = jax.jit(
+                    self._sample_shaped, donate_argnums=(4,), **self._results(self._whole)
+                )
                 arguments = (*arguments, self.shaping, bits)
             else:
-                run = jax.jit(partial(self._sample, variant))
+                run = jax.jit(partial(self._sample, variant), **self._results(self._whole))
         else:
             tokens = key[1]
-            states = jax.ShapeDtypeStruct((tokens, hidden.shape[-1]), hidden.dtype)
-            run = jax.jit(self._score)
-            arguments = (head, states, jax.ShapeDtypeStruct((tokens,), jnp.int32))
+            states = self._argument((tokens, hidden.shape[-1]), hidden.dtype)
+            run = jax.jit(self._score, **self._results(self._whole))
+            arguments = (head, states, self._argument((tokens,), jnp.int32))
         return run.lower(*arguments).compile()
+
+    def _argument(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """An argument that every device has whole."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._whole)
+
+    def _results(self, shardings: Any) -> dict[str, Any]:
+        """Where results lie, for `jax.jit`; nothing to say on one device."""
+        return {} if self._whole is None else {"out_shardings": shardings}
 
     @cached_property
     def _hidden_size(self) -> jax.ShapeDtypeStruct:
@@ -343,6 +371,8 @@ class Programs:
             rows=rows,
             num_pages=self.shapes.num_pages,
             forms=self.forms,
+            page_specs=self._page_specs,
+            mesh=self.model.mesh,
             lora=adapters,
         )
         outputs, _ = self.model.module.apply(
@@ -360,7 +390,8 @@ class Programs:
         form = self.model.head
         if form is None:
             return hidden.astype(jnp.float32)
-        if hidden.ndim == 2 and weight_first(hidden.shape[0]):
+        alone = self.model.mesh is None
+        if alone and hidden.ndim == 2 and weight_first(hidden.shape[0]):
             bias = None if form.bias_key is None else head[form.bias_key]
             logits = linear_weight_first(hidden, head[form.weight_key], bias)
             return (logits if form.tail is None else form.tail(logits)).astype(jnp.float32)
@@ -398,7 +429,9 @@ class Programs:
         return jax.lax.map(one, (hidden_TD, targets_T), batch_size=64)
 
 
-def choose_forms(entries: list[CacheEntry], shapes: Shapes) -> dict[str, PagedForm]:
+def choose_forms(
+    entries: list[CacheEntry], shapes: Shapes, mesh: Mesh | None = None
+) -> dict[str, PagedForm]:
     """`ragged` for caches that the TPU kernel can hold, `gather` for all others and elsewhere.
 
     Raises ConfigError for an int8 cache on a TPU, whose kernel cannot read it.
@@ -414,7 +447,9 @@ def choose_forms(entries: list[CacheEntry], shapes: Shapes) -> dict[str, PagedFo
         )
     forms: dict[str, PagedForm] = {}
     for entry in entries:
-        fits = not ragged_obstacles(shapes.paged(entry), entry.num_heads) and not entry.has_sinks
+        own = one_part(shapes.paged(entry), mesh)
+        queries = entry.num_heads * own.num_kv_heads // entry.num_kv_heads
+        fits = not ragged_obstacles(own, queries) and not entry.has_sinks
         forms[entry.name] = "ragged" if on_tpu and fits else "gather"
     return forms
 

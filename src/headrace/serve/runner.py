@@ -53,7 +53,8 @@ class Runner:
         adapters: Adapters,
     ) -> None:
         self.model, self.shapes, self.stats, self.adapters = model, shapes, stats, adapters
-        forms = choose_forms([e for e in model.entries.values() if e.writes], shapes)
+        writing = [e for e in model.entries.values() if e.writes]
+        forms = choose_forms(writing, shapes, model.mesh)
         self.programs = Programs(model=model, shapes=shapes, forms=forms)
         pool = PagePool(shapes.num_pages, shapes.page_size, caching=options.prefix_caching)
         self.scheduler = Scheduler(

@@ -8,15 +8,18 @@ sees its own token only: changing one token must then change nothing at all othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
+import torch.fx as fx
 
 from headrace.bridge.intercept import AttentionCall, Intercept
 from headrace.bridge.module import JaxModule
+from headrace.bridge.program import Program, place
 from headrace.errors import CaptureError
 
 Array = jax.Array
@@ -47,36 +50,85 @@ def require_tokenwise(
     vocab_size: int,
     name: str,
 ) -> None:
-    """Raise CaptureError when tokens meet outside of attention.
+    """Raise CaptureError when tokens meet outside of attention, with the first operator that does
+    so when the program has no loops.
 
     module: takes input_ids and position_ids [B, S], gives `logits` [B, S, ...]. Costs one compiled
     forward of 2 x 16 tokens. Rounding is allowed for: 1e-5 of the largest value, 1e-2 in 16 bits.
     """
+    watched: list[fx.Node] = []
 
-    def forward(params: Any, buffers: Any, ids: Any) -> Array:
+    def forward(params: Any, buffers: Any, ids: Any) -> tuple[Array, list[Array]]:
+        moved: list[Array] = []
+
+        def observe(node: fx.Node, value: Any) -> None:
+            axis = _token_axis(node, module.program, value)
+            if axis is not None:
+                watched.append(node)
+                moved.append(_moved(value, axis))
+
         outputs, _ = module.apply(
             params,
             buffers,
             train=False,
             intercept=_OwnTokenOnly(),
+            observe=observe,
             input_ids=ids,
             position_ids=jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), ids.shape),
         )
-        return outputs.logits
+        return outputs.logits, moved
 
     ids = np.arange(3, 3 + LENGTH, dtype=np.int32) % vocab_size
     changed = ids.copy()
     changed[CHANGED] = (ids[CHANGED] + vocab_size // 2) % vocab_size
-    out = jax.jit(forward)(dict(params), dict(buffers), np.stack([ids, changed]))
-    before, after = np.asarray(out[0], np.float32), np.asarray(out[1], np.float32)
-    others = np.arange(LENGTH) != CHANGED
-    moved = float(np.abs(after - before)[others].max())
+    out, moved = jax.jit(forward)(dict(params), dict(buffers), np.stack([ids, changed]))
     tolerance = 1e-5 if out.dtype.itemsize >= 4 else 1e-2
-    if moved > tolerance * float(np.abs(before).max()):
-        where = np.flatnonzero(np.abs(after - before).max(axis=-1) > 0).tolist()
-        raise CaptureError(
-            f"{name} cannot be served with a paged key/value cache: it mixes tokens outside of its "
-            f"attention (changing token {CHANGED} changed positions {where} with attention turned "
-            "off), as convolutions and recurrences over the sequence do; their state is not "
-            "cached here.\n`headrace eval` and greedy generation without a cache still work for it."
-        )
+    if float(_moved(out, 1)) <= tolerance:
+        return
+    first = next((n for n, m in zip(watched, moved, strict=True) if float(m) > tolerance), None)
+    first = _source(first, watched)
+    where = f", first with {first.target} {place(first)}" if first is not None else ""
+    raise CaptureError(
+        f"{name} cannot be served: it mixes tokens outside of its attention{where}.\n"
+        "Convolutions and recurrences over the sequence (Mamba, RWKV, linear attention) carry a "
+        "state from token to token that is no key/value cache, and the engine keeps no other.\n"
+        "`headrace eval` and greedy generation without a cache still work for it."
+    )
+
+
+def _source(node: fx.Node | None, watched: Sequence[fx.Node]) -> fx.Node | None:
+    """The operator behind a result that was watched: a padded convolution, not the cut after it."""
+    while node is not None:
+        inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        if len(inputs) != 1 or inputs[0].op != "call_function" or inputs[0] in watched:
+            break
+        node = inputs[0]
+    return node
+
+
+def _token_axis(node: fx.Node, program: Program, value: Any) -> int | None:
+    """The axis of a floating result [B, ..., S, ...] along which tokens lie, None when there is
+    none, or it is not known. Turns of a loop are not looked into.
+    """
+    record = node.meta.get("val")
+    if node.graph is not program.graph or not isinstance(record, torch.Tensor):
+        return None
+    if not (isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)):
+        return None
+    inputs = zip(program.placeholders, program.inputs, strict=True)
+    length = next(n for n, i in inputs if i.kind == "user").meta["val"].shape[1]
+    axes = [
+        i
+        for i, size in enumerate(record.shape)
+        if i and str(size) == str(length) and value.shape[i] == LENGTH
+    ]
+    return axes[0] if len(axes) == 1 and value.shape[0] == 2 else None
+
+
+def _moved(value: Array, axis: int) -> Array:
+    """How far the second row is from the first at tokens other than the changed one, relative to
+    the largest value."""
+    wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+    apart = jnp.abs(wide[1] - wide[0])
+    others = jnp.delete(apart, CHANGED, axis=axis - 1)
+    return others.max() / jnp.maximum(jnp.abs(wide[0]).max(), 1e-30)

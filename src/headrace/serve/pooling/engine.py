@@ -30,6 +30,7 @@ import numpy as np
 
 from headrace.errors import ConfigError, QueueFullError, ServeError
 from headrace.serve.adapters import Adapters
+from headrace.serve.base import CommonOptions, ThreadedEngine
 from headrace.serve.pooling.model import (
     Encoded,
     PoolingModel,
@@ -47,42 +48,25 @@ Embedding = np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolingOptions:
-    """How an engine is built.
+class PoolingOptions(CommonOptions):
+    """How an engine is built; `CommonOptions` has the rest.
 
-    task: "embed", "classify" or "auto" (from the files). max_model_len: most tokens a text; None
-    takes the model's own. max_num_seqs: texts of one program. max_batched_tokens: most tokens of
-    one program, padding included; a single text may be longer. max_queue: texts that may wait; a
-    request of more is taken when nothing waits.
+    task: "embed", "classify" or "auto" (from the files). max_num_seqs: texts of one program.
+    max_batched_tokens: most tokens of one program, padding included; a single text may be longer.
+    max_queue: texts that may wait; a request of more is taken when nothing waits.
     """
 
     task: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 16
     max_batched_tokens: int = 8192
     max_queue: int = 1024
-    base: str | None = None
-    dtype: str = "auto"
-    revision: str = "main"
-    trust_remote_code: bool = False
-    warm_up: bool = True
-    compilation_cache: str | None = None
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {value}; it is at least {least}"
-            for name, value, least in [
-                ("max_model_len", self.max_model_len or 1, 1),
-                ("max_num_seqs", self.max_num_seqs, 1),
-                ("max_batched_tokens", self.max_batched_tokens, 1),
-                ("max_queue", self.max_queue, 1),
-            ]
-            if value < least
-        ]
-        if self.task not in ("auto", "embed", "classify"):
-            problems.append(f"task is {self.task!r}; it is auto, embed or classify")
-        if problems:
-            raise ConfigError("; ".join(problems))
+    def least(self) -> dict[str, int]:
+        return {**super().least(), "max_batched_tokens": 1}
+
+    def problems(self) -> list[str]:
+        if self.task in ("auto", "embed", "classify"):
+            return []
+        return [f"task is {self.task!r}; it is auto, embed or classify"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -93,7 +77,7 @@ class _Job:
     arrived: float = field(default_factory=time.monotonic)
 
 
-class PoolingEngine:
+class PoolingEngine(ThreadedEngine):
     """Serves one captured encoder or classifier to many requests at once.
 
     model: a folder or hub id (an adapter is merged into its base), or a `PoolingModel`. Building
@@ -110,22 +94,20 @@ class PoolingEngine:
         options: PoolingOptions | None = None,
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
+        super().__init__()
         self.options = options = options or PoolingOptions()
         self.model = model if isinstance(model, PoolingModel) else _open(model, options)
         self.max_model_len = _max_model_len(self.model, options)
         self.lengths = bucket_lengths(self.max_model_len)
         self.stats = EngineStats()
         self.adapters = Adapters(max_loras=0)
-        self.dead: BaseException | None = None
         self.late_compilations = 0
         self.num_running = 0
         self._waiting: deque[_Job] = deque()
         self._news = threading.Condition()
-        self._closing = False
         self._compiled: dict[tuple[int, int], Any] = {}
         self.warm_up_seconds = self._warm_up(progress) if options.warm_up else 0.0
-        self._thread = threading.Thread(target=self._loop, name="headrace-pooling", daemon=True)
-        self._thread.start()
+        self._start("headrace-pooling", self._loop)
 
     # requests -----------------------------------------------------------------------------------
 
@@ -185,17 +167,6 @@ class PoolingEngine:
             )
 
     # life ---------------------------------------------------------------------------------------
-
-    def __enter__(self) -> PoolingEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine's thread runs."""
-        return self.dead is None and not self._closing and self._thread.is_alive()
 
     @property
     def num_waiting(self) -> int:
@@ -326,9 +297,7 @@ def _max_model_len(model: PoolingModel, options: PoolingOptions) -> int:
 
 
 def _open(name: str | Path, options: PoolingOptions) -> PoolingModel:
-    if options.compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", options.compilation_cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    options.use_compilation_cache()
     task: Any = options.task
     if task == "auto":
         trust = options.trust_remote_code
