@@ -6,6 +6,7 @@
     ├── CaptureError                   a model could not be turned into a JAX program
     │   └── UnsupportedOpsError        operators without a rule, with where they are used
     ├── AdapterError(ValueError)       LoRA targets that match nothing, adapters that do not fit
+    │   └── AdapterSlotsError          every slot of the engine is in use
     ├── CheckpointError                a checkpoint is missing, damaged or of another run
     ├── PlanError                      nothing can be compiled for this slice on this machine
     ├── ServeError                     the serving engine refused a request or stopped
@@ -40,6 +41,10 @@ class UnsupportedOpsError(CaptureError):
 
 class AdapterError(HeadraceError, ValueError):
     """LoRA targets match nothing, or an adapter does not fit its base model."""
+
+
+class AdapterSlotsError(AdapterError):
+    """Every adapter slot of the engine is in use."""
 
 
 class CheckpointError(HeadraceError):

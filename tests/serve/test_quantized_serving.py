@@ -39,6 +39,23 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("format_name", ["int4", "nf4"])
+def test_four_bits_answer_as_their_rounded_weights(format_name: str) -> None:
+    options = EngineOptions(
+        max_model_len=16,
+        max_num_seqs=1,
+        page_size=4,
+        max_batched_tokens=16,
+        quantization=format_name,
+        warm_up=False,
+    )
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with Engine(tiny_llama(), options=options) as engine:
+        found = engine.generate(PROMPTS[1:], params)[0][0].token_ids
+    assert found == greedy(rounded(format_name), PROMPTS[1])
+    assert found != greedy(tiny_llama(), PROMPTS[1])
+
+
 @pytest.mark.parametrize("format_name", ["int8"])
 def test_answers_equal_those_of_the_rounded_weights(format_name: str, tmp_path: Path) -> None:
     tuned: Any = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
@@ -70,3 +87,5 @@ def test_answers_equal_those_of_the_rounded_weights(format_name: str, tmp_path: 
 def test_unknown_formats_are_refused() -> None:
     with pytest.raises(ConfigError, match="quantization is 'int3'; it is int8, int4, nf4"):
         EngineOptions(quantization="int3")
+    with pytest.raises(ConfigError, match="leave out tensor_parallel_size"):
+        EngineOptions(quantization="int8", tensor_parallel_size=2)

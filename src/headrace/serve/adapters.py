@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from headrace.errors import AdapterError
+from headrace.errors import AdapterError, AdapterSlotsError
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,13 +51,14 @@ class Adapters:
     def add(self, name: str, put: Callable[[int], None], *, replace: bool = False) -> None:
         """Take a slot, let `put` fill it, then make the name known.
 
-        Raises AdapterError for a name in use (unless `replace`) and when no slot is free.
+        Raises AdapterError for a name in use (unless `replace`), AdapterSlotsError when no slot is
+        free.
         """
         old = self._by_name.get(name)
         if old is not None and not replace:
             raise AdapterError(f"an adapter named {name!r} is loaded already")
         if not self._free:
-            raise AdapterError(
+            raise AdapterSlotsError(
                 f"all {self.max_loras} adapter slots are in use"
                 + (" (the old version still answers)" if old is not None and replace else "")
                 + "; unload one or start with more (max_loras)"

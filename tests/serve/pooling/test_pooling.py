@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ from transformers import (
     BertForSequenceClassification,
     BertModel,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     RobertaConfig,
     RobertaModel,
 )
 
+from headrace.cli.app import run
 from headrace.errors import ConfigError, QueueFullError, ServeError
 from headrace.serve.api import ServerOptions
 from headrace.serve.pooling import PoolingEngine, PoolingOptions, serving_task
@@ -201,6 +204,30 @@ def test_an_adapter_of_masked_language_training_embeds(tmp_path: Path) -> None:
     assert np.abs(found - plain[0].numpy()).max() > 1e-3
 
 
+def test_a_decoders_adapter_embeds(tmp_path: Path) -> None:
+    """`--task embed` on what causal training with LoRA leaves: base and adapter, no LM head."""
+    config = LlamaConfig(**{**SIZES, "num_key_value_heads": 2})
+    base = save(spread(LlamaForCausalLM(config)), tmp_path / "base")
+    tuned: Any = get_peft_model(
+        LlamaForCausalLM.from_pretrained(str(base)),
+        LoraConfig(target_modules=["q_proj", "up_proj"]),
+    )
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name:  # zero at the start
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    tuned.save_pretrained(str(tmp_path / "lora"))
+    assert serving_task(tmp_path / "lora") == "generate"
+    ids = torch.tensor([[5, 9, 33, 200]])
+    with torch.no_grad():
+        want = tuned.base_model.model.model(input_ids=ids).last_hidden_state.mean(dim=1)
+        plain = AutoModel.from_pretrained(str(base))(input_ids=ids).last_hidden_state.mean(dim=1)
+    with PoolingEngine(tmp_path / "lora", options=replace(SMALL, task="embed")) as engine:
+        found = engine.submit([Encoded(ids=(5, 9, 33, 200))])[0].result()
+    np.testing.assert_allclose(found, want[0].numpy(), atol=1e-5)
+    assert np.abs(found - plain[0].numpy()).max() > 1e-3
+
+
 def test_positions_that_begin_after_the_padding_shorten_the_context(tmp_path: Path) -> None:
     folder = save(spread(RobertaModel(RobertaConfig(**SIZES))), tmp_path)
     with PoolingEngine(folder, options=SMALL) as engine:
@@ -222,6 +249,22 @@ def test_decoder_classifiers_and_pairs(tmp_path: Path) -> None:
         encoded = [engine.model.encode(*t) for t in texts]
         found = np.stack([f.result() for f in engine.submit(encoded)])
         np.testing.assert_allclose(engine.model.probabilities(found), want, atol=1e-5)
+
+
+def test_flags_that_have_no_meaning_here_are_refused(
+    encoder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = {
+        "--cache-tokens": "64",
+        "--max-lora-rank": "8",
+        "--no-prefix-caching": None,
+        "--kv-cache-dtype": "int8",
+        "--tensor-parallel-size": "2",
+    }
+    words = [w for pair in flags.items() for w in pair if w is not None]
+    assert run(["serve", str(encoder), *words]) == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert f"{', '.join(flags)}: only for models that write text" in said
 
 
 # the engine -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ metrics.py    Prometheus names
 openapi.py    /openapi.json
 app.py        the application: routes, keys, limits
 server.py     sockets, slow clients, signals
-playground.html, pooling.html  the page at /
+head.html, then playground.html or pooling.html  the page at /
 """
 
 from headrace.serve.api.app import ServerOptions, build_app

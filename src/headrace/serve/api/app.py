@@ -161,7 +161,8 @@ def _life(state: State) -> list[Endpoint]:
 
     async def page(service: Service[Any], request: Request) -> Response:
         name = "playground.html" if isinstance(service.engine, Engine) else "pooling.html"
-        return HTMLResponse(files("headrace.serve.api").joinpath(name).read_text())
+        folder = files("headrace.serve.api")
+        return HTMLResponse("".join(folder.joinpath(n).read_text() for n in ("head.html", name)))
 
     return [
         Endpoint(path="/", handler=page, summary="The playground.", media="text/html"),

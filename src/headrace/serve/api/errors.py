@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from headrace.errors import AdapterError, ConfigError, QueueFullError, ServeError
+from headrace.errors import AdapterError, AdapterSlotsError, ConfigError, QueueFullError, ServeError
 
 KINDS = {
     400: "BadRequestError",
@@ -67,6 +67,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, "; ".join(lines), param=param)
     if isinstance(error, QueueFullError):
         return ApiError(503, str(error))
+    if isinstance(error, AdapterSlotsError):
+        return ApiError(409, str(error))
     if isinstance(error, (ConfigError, AdapterError)):
         return ApiError(400, str(error))
     if isinstance(error, ServeError):

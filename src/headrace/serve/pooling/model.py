@@ -272,8 +272,9 @@ def _load_encoder(
     # own.
     headed = _names_begin_with(Path(name) / ADAPTER_WEIGHTS, model.base_model_prefix)
     if headed:
-        causal = adapter.task_type == TaskType.CAUSAL_LM
-        kind = AutoModelForCausalLM if causal else AutoModelForMaskedLM
+        trust: bool = options["trust_remote_code"]
+        writes = _task_of_adapter(adapter, base, trust) == "generate"
+        kind = AutoModelForCausalLM if writes else AutoModelForMaskedLM
         model = kind.from_pretrained(source, **options)
     tuned: Any = PeftModel.from_pretrained(model, str(name), autocast_adapter_dtype=False)
     merged = tuned.merge_and_unload(safe_merge=True)
