@@ -26,6 +26,7 @@ from torch._ops import OpOverload
 from headrace.bridge import lower
 from headrace.bridge.dtypes import tensor_to_jax, tensor_to_numpy
 from headrace.bridge.module import JaxModule, to_jax
+from headrace.bridge.passes.bounded import INDEX_OF, NOWHERE, PUTS
 from headrace.bridge.program import Program
 
 _OUTPUT_TOLERANCE = 1e-5
@@ -166,7 +167,7 @@ def compare_operators(
         args_, kwargs_ = _evaluation_mode(
             node, *fx.map_arg((node.args, node.kwargs), env.__getitem__)
         )
-        env[node] = node.target(*args_, **kwargs_)
+        env[node] = _call(node.target, args_, kwargs_)
         found += _compare_node(node, env, settings, tolerance)
     return found
 
@@ -273,6 +274,35 @@ def _evaluation_mode(node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
+def _call(target: Any, args: Any, kwargs: Any) -> Any:
+    """The operator by torch. Rows that no mask selected (`passes/bounded.py`) are written nowhere,
+    which torch itself refuses: it gets one more place for them, or values without them.
+    """
+    if target in PUTS:
+        out, indices, values, *rest = args
+        masks = [i for i in indices if i is not None and i.dtype == torch.bool]
+        if masks:
+            count = int(masks[0].sum())
+            cut = len(indices) == 1 and values.ndim and values.shape[0] > max(count, 1)
+            return target(out, indices, values[:count] if cut else values, *rest, **kwargs)
+        dims = [d for d, i in enumerate(indices) if i is not None and bool((i == NOWHERE).any())]
+        near = [i.clamp(max=out.shape[d]) if d in dims else i for d, i in enumerate(indices)]
+        args = (out, near, values, *rest)
+    elif target in INDEX_OF and bool((args[2] == NOWHERE).any()):
+        out, dim, index, *rest = args
+        dims = [dim]
+        args = (out, dim, index.clamp(max=out.shape[dim]), *rest)
+    else:
+        return target(*args, **kwargs)
+    wide = out
+    for d in dims:
+        wide = torch.cat([wide, wide.narrow(d, 0, 1)], d)
+    result = target(wide, *args[1:], **kwargs)
+    for d in dims:
+        result = result.narrow(d, 0, out.shape[d])
+    return result
+
+
 def _compare_node(
     node: fx.Node, env: Mapping[fx.Node, Any], settings: lower.Settings, tolerance: float | None
 ) -> list[Disagreement]:
@@ -346,13 +376,14 @@ def _torch_vjp(
         from headrace.bridge.attention import reference_attention
 
         target = reference_attention
-    result = target(*args, **kwargs)
+    result = _call(target, args, kwargs)
     if not result.requires_grad:
         return [None] * len(floating)
     try:
         found = torch.autograd.grad(result, list(leaves.values()), cotangent, allow_unused=True)
     except RuntimeError as error:
-        if "derivative for" not in str(error):
+        if "derivative for" not in str(error) and "autograd formula" not in str(error):
             raise
-        return [None] * len(floating)  # functionalised copies, which torch never differentiates
+        # functionalised copies and operators of ours, which torch never differentiates
+        return [None] * len(floating)
     return list(found)

@@ -39,14 +39,14 @@ _HEADRACE = torch.ops.headrace
 _TURN = _HEADRACE.turn.default
 SELECTING = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default)
 _ADDS = (aten.index_add.default, aten.scatter_add.default)
-_INDEX_OF = {
+INDEX_OF = {
     aten.index_add.default: 2,
     aten.index_copy.default: 2,
     aten.scatter_add.default: 2,
     aten.scatter.src: 2,
     aten.scatter.value: 2,
 }
-_PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
+PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
 _SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
 _VIEWS = (aten.view.default, aten.reshape.default)
@@ -156,7 +156,7 @@ class _Bounds:
             return
         if node.target in _SUMS and self._sum(node):
             return
-        if node.target in _PUTS or node.target in _INDEX_OF:
+        if node.target in PUTS or node.target in INDEX_OF:
             self._write(node)
             return
         if node.target in _VIEWS and self._share(node):
@@ -406,7 +406,7 @@ class _Bounds:
         args: list[Any] = list(node.args)
         if self._padded(args[0]):
             self._refuse(node, "writes into rows whose number depends on values")
-        if target in _PUTS:
+        if target in PUTS:
             self._put(node, args)
             return
         index, dims = args[2], self._padded(args[2])
@@ -417,7 +417,7 @@ class _Bounds:
                 own = self._padded(args[3])
                 args[3], found = self._only_valid(node, args[3], own, 0)
             else:
-                args[2], found = self._only_valid(node, index, dims, _NOWHERE)
+                args[2], found = self._only_valid(node, index, dims, NOWHERE)
         node.args = tuple(args)
         if len(found) == 1:
             self._bases[node] = found[0].places
@@ -438,7 +438,7 @@ class _Bounds:
                 if dims and index.meta["val"].ndim != 1:
                     self._refuse(node, "writes with an index of unknown rows")
                 if dims:
-                    new[k], found = self._only_valid(node, index, dims, _NOWHERE)
+                    new[k], found = self._only_valid(node, index, dims, NOWHERE)
                     self._bases[node] = found[0].places
         if node not in self._bases:
             self._refuse(node, "writes rows whose number depends on values to fixed places")
@@ -541,7 +541,7 @@ class _Bounds:
         )
 
 
-_NOWHERE = 2**31 - 1  # an index outside of every tensor: JAX drops what is written there
+NOWHERE = 2**31 - 1  # an index outside of every tensor: JAX drops what is written there
 _COPIES = (
     aten.view.default,
     aten.reshape.default,
