@@ -18,13 +18,14 @@ from headrace.plan import planner, program
 from headrace.plan.advice import smallest_changes
 from headrace.plan.cache import request_key
 from headrace.plan.candidate import Candidate, check_mesh
-from headrace.plan.compiled import _needed_bytes, compile_candidate
+from headrace.plan.compiled import compile_candidate
 from headrace.plan.hardware import parse_slice
 from headrace.plan.measure import measure_dataset
 from headrace.plan.planner import analytic_plan, default_candidate, make_plan, read_subject
 from headrace.plan.search import parse_budget, parse_deadline, search
 from headrace.plan.shape import model_shape, read_model_config
 from headrace.plan.topology import compiler_obstacle, without_compilation_cache
+from headrace.train.memory import refused_bytes
 
 needs_compiler = pytest.mark.skipif(
     compiler_obstacle() is not None, reason=str(compiler_obstacle())
@@ -181,8 +182,8 @@ def test_refusals_of_the_compiler_are_read():
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
         "temporaries (150.12G) exceeds available HBM (95.74G)."
     )
-    assert _needed_bytes(text) == pytest.approx(150.12 * 2**30, rel=1e-6)
-    assert _needed_bytes("INTERNAL: something else") is None
+    assert refused_bytes(text) == pytest.approx(150.12 * 2**30, rel=1e-6)
+    assert refused_bytes("INTERNAL: something else") is None
 
 
 def test_requests_differ_where_programs_do(tmp_path):

@@ -10,7 +10,10 @@ import pytest
 import tiny
 
 from headrace import SFTConfig, SFTTrainer
+from headrace.errors import TrainingError
+from headrace.train import programs
 from headrace.train.memory import MemoryCauses, local_bytes, peak_memory
+from headrace.train.shapes import CompiledFunction
 
 
 def test_causes_are_the_arrays_of_the_run_and_the_compilers_sum(tmp_path: Path) -> None:
@@ -60,3 +63,58 @@ def test_peak_memory_is_the_devices_where_it_says(monkeypatch: pytest.MonkeyPatc
     stats = {"bytes_in_use": 5, "peak_bytes_in_use": 7 * 2**30}
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
     assert peak_memory() == {"device_peak_bytes": 7 * 2**30}
+
+
+REFUSED = (
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
+    "Used 23.50G of 15.75G hbm."
+)
+
+
+def _refusing(monkeypatch: pytest.MonkeyPatch, times: int, method: str) -> None:
+    """`times` calls of the training step's method end as on a device without memory."""
+    whole, left = getattr(CompiledFunction, method), [times]
+
+    def method_of(self: CompiledFunction, *args: object) -> object:
+        if self.name == "training step" and left[0]:
+            left[0] -= 1
+            raise jax.errors.JaxRuntimeError(REFUSED)
+        return whole(self, *args)
+
+    monkeypatch.setattr(CompiledFunction, method, method_of)
+
+
+def _trainer(folder: Path, **settings: object) -> SFTTrainer:
+    config = SFTConfig(
+        output_dir=str(folder), max_length=32, per_device_train_batch_size=4, max_steps=1,
+        compilation_cache_dir=None, **settings,
+    )  # fmt: skip
+    rows, tokens = tiny.text_rows(16), tiny.tokenizer()
+    return SFTTrainer(tiny.llama(), config, train_dataset=rows, processing_class=tokens)
+
+
+@pytest.mark.parametrize("method", ["prepare", "__call__"])
+def test_out_of_memory_names_the_causes_and_three_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    _refusing(monkeypatch, 1, method)
+    with pytest.raises(TrainingError) as error:
+        _trainer(tmp_path, activation_checkpointing="none").train()
+    text = str(error.value)
+    assert "a device ran out of memory (RESOURCE_EXHAUSTED" in text
+    assert "optimizer" in text and "activations, logits and workspace" in text
+    assert text.index("Changes that help most") < text.index("per_device_train_batch_size: 2")
+    assert len(text.splitlines()) == 6
+    if method == "prepare":  # the compiler's own number
+        assert "a device needs 23.50 GiB" in text
+
+
+def test_auto_takes_the_next_policy_when_the_compiler_refuses_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = SimpleNamespace(limit=2**34, used=0)
+    monkeypatch.setattr(programs, "device_memory", lambda: memory)
+    _refusing(monkeypatch, 1, "prepare")
+    trainer = _trainer(tmp_path, activation_checkpointing="auto")
+    assert trainer.run is not None and trainer._programs is not None
+    assert trainer._programs.remat == "dots"

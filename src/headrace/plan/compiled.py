@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from headrace.plan.program import CapturedModel, LoweredStep, lower_step
 from headrace.plan.replay import Assumptions, Timeline, replay
 from headrace.plan.topology import without_compilation_cache
 from headrace.train.compiler_flags import FLAG_SETS
+from headrace.train.memory import refused_bytes
 
 Say = Callable[[str], None]
 
@@ -63,7 +63,7 @@ def compile_candidate(
         with without_compilation_cache():
             compiled = step.lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
-        needed = _needed_bytes(str(error))
+        needed = refused_bytes(str(error))
         if needed is None:
             raise PlanError(f"the TPU compiler refused the step: {str(error)[:600]}") from error
         temporary = max(0, needed)
@@ -241,18 +241,6 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
         },
         "assumed": list(timeline.notes),
     }
-
-
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def _needed_bytes(message: str) -> int | None:
-    """Bytes of temporaries that a refused program wanted; None when memory was not the reason."""
-    if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
-        return None
-    found = re.search(r"(?:temporaries|memory required)[^(]*\((\d+(?:\.\d+)?)([KMGT])\)", message)
-    found = found or re.search(r"Used (\d+(?:\.\d+)?)([KMGT]) of", message)
-    return int(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
 
 
 def _first_line(message: str) -> str:

@@ -10,15 +10,21 @@ Knows: arrays, MemoryUse. Does not know: devices' limits, how a step is compiled
 from __future__ import annotations
 
 import math
+import re
 import resource
 import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from headrace.errors import TrainingError
 from headrace.train.shapes import MemoryUse
 from headrace.train.state import Params, TrainState
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +83,36 @@ class MemoryCauses:
             (divided // 2, f"twice the devices with mesh: {{fsdp: {2 * max(devices, 1)}}}")
         )
         found.sort(key=lambda item: -item[0])
-        return [f"{text}: about {size(saved)} less" for saved, text in found[:3]]
+        return [
+            f"{text}{f': about {size(saved)} less' if saved else ''}" for saved, text in found[:3]
+        ]
+
+
+def refused_bytes(message: str) -> int | None:
+    """What XLA's message says was asked for, in bytes: 0 when it does not say how much, None when
+    memory was not the reason."""
+    if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
+        return None
+    found = re.search(r"(?:temporaries|memory required)[^(]*\((\d+(?:\.\d+)?)([KMGT])\)", message)
+    found = found or re.search(r"Used (\d+(?:\.\d+)?)([KMGT]) of", message)
+    return int(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
+
+
+@contextmanager
+def out_of_memory_explained(explain: Callable[[int], list[str]]) -> Generator[None]:
+    """A device that runs out of memory inside raises TrainingError with what `explain` says.
+
+    explain: lines for the bytes that were asked for (0 when not known).
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        wanted = refused_bytes(str(error))
+        if wanted is None:
+            raise
+        first = str(error).strip().splitlines()[0][:300]
+        lines = "\n  ".join(explain(wanted))
+        raise TrainingError(f"a device ran out of memory ({first}).\n  {lines}") from error
 
 
 def peak_memory() -> dict[str, float]:

@@ -8,6 +8,8 @@ Knows: losses, steps, compilation. Does not know: data order, the loop.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -19,9 +21,14 @@ from headrace.errors import TrainingError
 from headrace.sharding import device_memory
 from headrace.train.compiler_flags import compiler_options
 from headrace.train.losses import Loss
-from headrace.train.memory import MemoryCauses, memory_causes
+from headrace.train.memory import (
+    MemoryCauses,
+    memory_causes,
+    out_of_memory_explained,
+    refused_bytes,
+)
 from headrace.train.setup import Run
-from headrace.train.shapes import CompiledFunction, CompileEvent
+from headrace.train.shapes import CompiledFunction, CompileEvent, MemoryUse
 from headrace.train.state import TrainState
 from headrace.train.step import make_eval_step, make_train_step
 
@@ -73,12 +80,11 @@ class Programs:
 
     def prepare_largest(self, state: TrainState) -> None:
         """Compile the training step for the longest rows: what does not fit fails here."""
-        self._prepare(self.train, state)
+        with self.explained():
+            self._prepare(self.train, state)
         memory, device = self.train.events[-1].memory, device_memory()
         if memory is not None and device is not None and memory.peak > device.limit:
-            causes = self.memory(state)
-            assert causes is not None
-            lines = [*causes.lines(), "Changes that help most:", *self._advice(causes)]
+            lines = self._explain(0)
             raise TrainingError(
                 f"the training step needs {memory.peak / 2**30:.2f} GiB, the device has "
                 f"{device.limit / 2**30:.2f} GiB.\n  " + "\n  ".join(lines)
@@ -91,6 +97,20 @@ class Programs:
             return None
         batch = self._run.placement.batch(example_batch(self._run.train_loader))
         return memory_causes(state, self._run.frozen, batch, found)
+
+    def explained(self) -> AbstractContextManager[None]:
+        """Inside, a device that runs out of memory raises TrainingError: causes, and what helps."""
+        return out_of_memory_explained(self._explain)
+
+    def _explain(self, wanted: int) -> list[str]:
+        causes = self.memory(self._state)
+        if causes is None:  # the compiler refused the program: the arrays are known, and its number
+            none = MemoryUse(arguments=0, outputs=0, temporary=wanted, aliased=0)
+            batch = self._run.placement.batch(example_batch(self._run.train_loader))
+            causes = memory_causes(self._state, self._run.frozen, batch, none)
+            held = causes.frozen + causes.trainable + causes.optimizer + causes.other
+            causes = replace(causes, gradients=causes.trainable, peak=held + wanted)
+        return [*causes.lines(), "Changes that help most:", *self._advice(causes)]
 
     def _advice(self, causes: MemoryCauses) -> list[str]:
         config = self._run.config
@@ -116,7 +136,12 @@ class Programs:
             return "none"
         for policy in _POLICIES[:-1]:
             trial = self._train_function(self._run.loss_for(policy))
-            self._prepare(trial, state)
+            try:
+                self._prepare(trial, state)
+            except jax.errors.JaxRuntimeError as error:
+                if refused_bytes(str(error)) is None:
+                    raise
+                continue  # a TPU's compiler refuses what does not fit
             memory = trial.events[-1].memory
             if memory is not None and memory.peak <= 0.95 * device.limit:
                 self.notes.append(f"activation_checkpointing: auto -> {policy}")

@@ -40,7 +40,7 @@ from headrace.train.display import Display, format_seconds
 from headrace.train.evaluation import ComputeMetrics, evaluate
 from headrace.train.hub import push
 from headrace.train.loop import TrainLoop
-from headrace.train.memory import size
+from headrace.train.memory import out_of_memory_explained, size
 from headrace.train.metrics import JsonLog
 from headrace.train.processes import is_first, start_processes
 from headrace.train.programs import Programs
@@ -129,7 +129,8 @@ class Trainer:
         """The run's parts; built when first asked for: reads data, loads and captures the model."""
         if self._run is None:
             _use_compilation_cache(self.args)
-            self._run, self._arrays = build_run(self.args, **self._inputs)
+            with out_of_memory_explained(lambda _: list(_WEIGHTS_TOO_LARGE)):
+                self._run, self._arrays = build_run(self.args, **self._inputs)
             self.args = self._run.config  # with what `mesh: auto` and the like became
             self._programs = Programs(
                 self._run, self._arrays, on_compile=lambda event: self._say(str(event))
@@ -197,7 +198,8 @@ class Trainer:
             self._trained = True
             planned, first = self._planned(log), self.state.global_step
             try:
-                loop.execute()
+                with self._programs.explained():
+                    loop.execute()
             finally:
                 self._arrays = loop.arrays
             if planned is not None:
@@ -478,6 +480,14 @@ class RewardTrainer(Trainer):
     """A reward model: one number a text, higher for the better of two answers."""
 
     config_class = RewardConfig
+
+
+_WEIGHTS_TOO_LARGE = (
+    "The weights with what is trained of them do not fit. What helps:",
+    "mesh: auto, or twice the devices with mesh: {fsdp: N}, which divides all of it",
+    "quantization: nf4, for the frozen weights of an adapter's base",
+    "use_peft: true, which trains an adapter only",
+)
 
 
 def _require_writable(folder: Path) -> None:
