@@ -6,14 +6,15 @@ Every case computes loss and gradients on one device and on a mesh. Arguments: c
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
 import tempfile
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers as tf
@@ -141,10 +142,30 @@ def _quantized_from_files(module: JaxModule, quantized: Any, layout: Any) -> dic
         return load_stored(stream, keys, layout, dict.fromkeys(keys, np.dtype(np.float32)), made)
 
 
-def run(case: str) -> dict[str, Any]:
-    family, axes, remat, *more = case.split("|")
+@dataclass(frozen=True, kw_only=True)
+class OneDevice:
+    """A captured model with its weights and batch, and what one device computes."""
+
+    module: JaxModule
+    params: dict[str, Any]
+    quantized: Any
+    batch: dict[str, np.ndarray]
+    loss: float
+    gradients: dict[str, np.ndarray]
+
+    def split(self, params: Any) -> tuple[Any, Any]:
+        trainable = self.module.layout.trainable
+        return (
+            {key: value for key, value in params.items() if key in trainable},
+            {key: value for key, value in params.items() if key not in trainable},
+        )
+
+
+@functools.cache
+def one_device(family: str, lora: bool, nf4: bool) -> OneDevice:
+    """The same for every mesh and remat policy, so made once."""
     model = _model(family)
-    if "lora" in more:
+    if lora:
         config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
         model = get_peft_model(model, config, autocast_adapter_dtype=False).get_base_model()
         with torch.no_grad():  # PEFT's random B is so large that float32 noise grows through it
@@ -158,19 +179,22 @@ def run(case: str) -> dict[str, Any]:
         if name not in ("labels", "segment_ids")
     }
     module = to_jax(model, example)
-    trainable = module.layout.trainable
-
-    def split(params: Any) -> tuple[Any, Any]:
-        return (
-            {key: value for key, value in params.items() if key in trainable},
-            {key: value for key, value in params.items() if key not in trainable},
-        )
-
-    params = module.params()
-    quantized = quantizations(module, "nf4" if "nf4" in more else None)
+    params = dict(module.params())
+    quantized = quantizations(module, "nf4" if nf4 else None)
     for key, how in quantized.items():
-        params[key] = quantize(params[key], how)
-    want = _step(family, module, remat)(*split(params), batch)
+        params[key] = jax.jit(quantize, static_argnums=1)(params[key], how)
+    one = OneDevice(
+        module=module, params=params, quantized=quantized, batch=batch, loss=0.0, gradients={}
+    )
+    loss, gradients = _step(family, module, "none")(*one.split(params), batch)
+    arrays = {key: np.asarray(value) for key, value in gradients.items()}
+    return replace(one, loss=float(loss), gradients=arrays)
+
+
+def run(case: str) -> dict[str, Any]:
+    family, axes, remat, *more = case.split("|")
+    one = one_device(family, "lora" in more, "nf4" in more)
+    module, params, quantized = one.module, one.params, one.quantized
     config = MeshConfig.sized(axes)
     mesh = make_mesh(config, jax.devices()[: config.size])
     plans = plan_params(module, config)
@@ -181,27 +205,27 @@ def run(case: str) -> dict[str, Any]:
         if key not in quantized
     }
     placed |= _quantized_from_files(module, quantized, layout)
-    rows = put_batch(mesh, {name: value[None] for name, value in batch.items()})
+    rows = put_batch(mesh, {name: value[None] for name, value in one.batch.items()})
     rows = {name: value[0] for name, value in rows.items()}
     step = _step(family, module.on_mesh(make_partition(mesh, plans)), remat)
-    compiled = step.lower(*split(placed), rows).compile()
-    got = compiled(*split(placed), rows)
-    largest = {key: float(jnp.abs(value).max()) for key, value in want[1].items()}
+    compiled = step.lower(*one.split(placed), rows).compile()
+    got = compiled(*one.split(placed), rows)
+    largest = {key: float(np.abs(value).max()) for key, value in one.gradients.items()}
     floor = 1e-2 * max(largest.values())  # below it float32 differences of large sums
     gradient = max(
-        float(jnp.abs(np.asarray(got[1][key]) - np.asarray(value)).max()) / max(largest[key], floor)
-        for key, value in want[1].items()
+        float(np.abs(np.asarray(got[1][key]) - value).max()) / max(largest[key], floor)
+        for key, value in one.gradients.items()
     )
     return {
         "case": case,
-        "loss": abs(float(got[0]) - float(want[0])) / float(want[0]),
+        "loss": abs(float(got[0]) - one.loss) / one.loss,
         "gradient": gradient,
         "misplaced": [
             key for key, g in got[1].items() if not g.sharding.is_equivalent_to(layout[key], g.ndim)
         ],
         "collectives": collectives(compiled.as_text()),
-        "trained": sum(params[key].size for key in trainable),
-        "frozen": sorted(params[key].size for key in params if key not in trainable),
+        "trained": sum(value.size for value in one.gradients.values()),
+        "frozen": sorted(params[key].size for key in params if key not in one.gradients),
     }
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -28,16 +29,27 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    flags = "--xla_force_host_platform_device_count=8"
+    # LLVM's optimisation of programs that run once is most of the time; the partitioner's work, of
+    # which the collectives are read, is the same without it.
+    flags = (
+        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+        "--xla_llvm_disable_expensive_passes=true"
+    )
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
     }
-    program = [sys.executable, str(Path(__file__).parent / "mesh_program.py"), *CASES]
-    done = subprocess.run(program, env=env, capture_output=True, text=True)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(CASES), done.stderr[-3000:]
+    program = [sys.executable, str(Path(__file__).parent / "mesh_program.py")]
+    llama = [case for case in CASES if case.startswith("llama")]  # they share what one device gives
+    halves = (llama, [case for case in CASES if case not in llama])
+    started = [
+        subprocess.Popen([*program, *half], env=env, stdout=PIPE, stderr=PIPE, text=True)
+        for half in halves
+    ]
+    said = [each.communicate() for each in started]
+    found = [json.loads(line) for out, _ in said for line in out.splitlines()]
+    assert len(found) == len(CASES), "\n".join(errors[-3000:] for _, errors in said)
     return {each["case"]: each for each in found}
 
 
