@@ -97,6 +97,10 @@ class Branches(nn.Module):
         return x
 
 
+def raising() -> nn.Module:
+    raise RuntimeError("no such file: weights.bin")
+
+
 def branching() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return Branches(), (torch.ones(2, 3),)
 
@@ -111,6 +115,14 @@ def test_a_factory_runs_only_when_asked_and_a_refusal_has_its_line(
     assert code == 1
     assert found["capture"]["verdict"] == "no"
     assert "test_check_command.py" in found["capture"]["error"]
+    assert run(["check", "factories:branching", "--factory"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= 100
+    assert run(["check", "factories:raising", "--factory"]) == 2
+    shown = capsys.readouterr().err
+    assert "RuntimeError: no such file: weights.bin" in shown
+    assert "returns a module" in shown
 
 
 def test_what_is_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

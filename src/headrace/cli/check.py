@@ -5,12 +5,15 @@ Knows: words, how findings are shown. Does not know: how they are found (`examin
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from headrace.cli.examine import Finding
+
+_WIDTH = 100
 
 
 def check(
@@ -41,8 +44,12 @@ def check(
 
     Exit code 0 when it captures and agrees with PyTorch, 1 otherwise.
     """
+    import transformers
+
     from headrace.cli.examine import examine, from_factory, from_name
     from headrace.errors import ConfigError
+
+    transformers.logging.set_verbosity_error()  # pyright: ignore
 
     if weights not in ("auto", "own", "random"):
         raise ConfigError(f"--weights {weights!r} is not known; use auto, own or random")
@@ -75,7 +82,8 @@ def _print_json(name: str, findings: list[Finding]) -> None:
 def _show(name: str, kind: str, findings: list[Finding]) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
+    width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
     console.print(f"{name} ({kind})", style="bold", markup=False)
     styles = {"yes": "green", "partly": "yellow", "no": "bold red", "skipped": "dim"}
     for finding in findings:
@@ -83,4 +91,12 @@ def _show(name: str, kind: str, findings: list[Finding]) -> None:
             f"{finding.subject}: {finding.verdict}", style=styles[finding.verdict], markup=False
         )
         for line in finding.lines:
-            console.print(f"    {line}", markup=False, soft_wrap=True)
+            wrapped = textwrap.wrap(
+                line,
+                width,
+                initial_indent=" " * 4,
+                subsequent_indent=" " * 6,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            console.print("\n".join(wrapped), markup=False)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import importlib
 import re
+import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,7 +68,15 @@ def from_factory(path: str) -> Subject:
         factory = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{path!r} cannot be imported: {error}") from error
-    made = factory()
+    try:
+        made = factory()
+    except Exception as error:  # the user's own code
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{path!r} raised {type(error).__name__}: {error}\n"
+            f"  {frame.filename}:{frame.lineno}: {frame.line}\n"
+            "Give a function without arguments that returns a module, or (module, example_inputs)."
+        ) from error
     model, inputs = made if isinstance(made, tuple) else (made, None)
     if inputs is None:
         inputs = example_inputs(model)
@@ -193,7 +202,10 @@ def _captured(module: JaxModule) -> Finding:
     return Finding(
         subject="capture",
         verdict="yes",
-        lines=(f"{len(nodes)} operators, every one with a rule; {shapes}", *notes),
+        lines=(
+            f"{len(nodes)} operators, every one with a rule; {shapes}",
+            *(n for n in notes if "run-time assertions" not in n),  # of no consequence to anybody
+        ),
         data={"operators": len(nodes), "dynamic": program.dynamic, "notes": notes},
     )
 
@@ -240,9 +252,9 @@ def _numbers(subject: Subject) -> Finding:
     first = str(report.disagreements[0]) if report.disagreements else None
     worst = max(report.gradients, key=lambda n: report.gradients[n], default=None)
     lines = [
-        f"{len(report.outputs)} outputs, largest relative error {report.worst_output:.1e}",
-        f"{len(report.gradients)} gradients, largest relative error {report.worst_gradient:.1e}"
-        + (f" ({worst})" if worst else ""),
+        f"{_counted(report.outputs, 'output')}, largest relative error {report.worst_output:.1e}",
+        f"{_counted(report.gradients, 'gradient')}, largest relative error "
+        f"{report.worst_gradient:.1e}" + (f" ({worst})" if worst else ""),
         f"on {subject.weights} weights, float32, dropout off",
     ]
     if rounding is not None:
@@ -261,6 +273,14 @@ def _numbers(subject: Subject) -> Finding:
             "weights": subject.weights,
         },
     )
+
+
+def _counted(values: Sized, noun: str) -> str:
+    return f"{len(values)} {noun}{'' if len(values) == 1 else 's'}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"
 
 
 def _in_double(model: nn.Module, inputs: Any) -> float | None:
@@ -297,15 +317,15 @@ def _lora(model: nn.Module) -> Finding:
             index = int(layer.group(1)) if layer else -1
             kind = kinds[index] if layer and index < len(kinds) else "layer" if layer else "once"
             counts.setdefault(name.rsplit(".", 1)[-1], Counter())[kind] += 1
-    lines = [
-        f"{name}: {sum(found.values())}"
+    targets = [
+        f"{name} {sum(found.values())}"
         + (f" ({', '.join(f'{n} {kind}' for kind, n in found.items())})" if len(found) > 1 else "")
         for name, found in sorted(counts.items())
     ]
     return Finding(
         subject="LoRA targets",
         verdict="yes" if counts else "no",
-        lines=tuple(lines) or ("no linear layers",),
+        lines=(", ".join(targets) or "no linear layers",),
         data={name: dict(found) for name, found in counts.items()},
     )
 
@@ -319,17 +339,19 @@ def _sharding(module: JaxModule, mesh: str) -> Finding:
     except HeadraceError as error:
         return Finding(subject=f"sharding over {mesh}", verdict="no", lines=(str(error),))
     whole = [p for p in plans.values() if p.bytes == p.bytes_per_device]
-    reasons = Counter(p.reason or "whole on every device" for p in whole)
+    reasons = Counter(p.reason or "no reason noted" for p in whole)
     total, each = (
         sum(p.bytes for p in plans.values()),
         sum(p.bytes_per_device for p in plans.values()),
     )
     sources = Counter(p.source for p in plans.values())
     lines = [
-        f"{total / 2**20:,.1f} MiB of parameters, {each / 2**20:,.1f} MiB a device",
-        *(f"{n} placed by: {source}" for source, n in sources.most_common()),
+        f"{_size(total)} of parameters, {_size(each)} a device",
+        "placed by: " + "; ".join(f"{source} {n}" for source, n in sources.most_common()),
     ]
-    lines += [f"{n} whole: {reason}" for reason, n in reasons.most_common(5)]
+    if reasons:
+        why = "; ".join(f"{reason} {n}" for reason, n in reasons.most_common(5))
+        lines.append(f"whole on every device: {why}")
     divided = sum(p.bytes for p in whole) <= total / 10
     return Finding(
         subject=f"sharding over {mesh}",
