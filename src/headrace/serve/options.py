@@ -13,7 +13,7 @@ from typing import Any, get_args
 import jax
 
 from headrace.errors import ConfigError
-from headrace.kernels.paged import KVCacheDtype
+from headrace.kernels.paged import KEYS_AT_A_TIME, KVCacheDtype
 from headrace.kernels.paged_sharded import one_part
 from headrace.kernels.quantized import FORMATS
 from headrace.serve.base import CommonOptions
@@ -179,9 +179,12 @@ def choose_shapes(model: ServedModel, options: EngineOptions) -> Shapes:
 
 
 def _page_size(length: int) -> int:
-    """16 tokens; on TPU a sixteenth of the context, so that tables fit its scalar memory."""
-    if jax.default_backend() != "tpu":
-        return 16
+    """As many tokens as attention reads at a time on CPU, so that a page is copied whole; 16 on
+    GPU; on TPU a sixteenth of the context, so that tables fit its scalar memory.
+    """
+    backend = jax.default_backend()
+    if backend != "tpu":
+        return KEYS_AT_A_TIME.get(backend, 16)
     return max(16, min(256, 1 << ((length // 16) - 1).bit_length()))
 
 
