@@ -42,10 +42,11 @@ aliases(
     },
     promotion=INT_TO_FLOAT,
     opmath=True,
+    recompute=True,
 )
 
 
-@lowers(aten.gelu.default, promotion=INT_TO_FLOAT, opmath=True)
+@lowers(aten.gelu.default, promotion=INT_TO_FLOAT, opmath=True, recompute=True)
 def aten_gelu(self: Array, *, approximate: str = "none") -> Array:
     """gelu(Tensor self, *, str approximate='none') -> Tensor"""
     # jax.nn.gelu defaults to the tanh form, ATen to the erf form.

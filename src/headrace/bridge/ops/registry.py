@@ -85,6 +85,7 @@ def lowers(
     over: tuple[str, ...] | None = None,
     opmath: bool = False,
     draws: bool = False,
+    recompute: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the rule of these overloads.
 
@@ -93,6 +94,8 @@ def lowers(
       over: names of the operands that take part in promotion; default: all tensors and Scalars.
       opmath: compute 16-bit floats in float32, as torch does inside one kernel.
       draws: the rule takes a trailing keyword `key`.
+      recompute: the backward pass has the operands alone and computes the rest again. For cheap
+        functions of many steps, whose intermediate values, in float32 under opmath, would be kept.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,9 +104,10 @@ def lowers(
             raise TypeError(f"{function.__name__} draws but does not take `key`")
         for op in ops:
             _check_signature(op, function.__name__, parameters)
-            _register(
-                op, _adapted(op, function, promotion, over, opmath), function, draws, promotion
-            )
+            call = _adapted(op, function, promotion, over, opmath)
+            if recompute:
+                call = _recomputed(call)
+            _register(op, call, function, draws, promotion)
         return function
 
     return register
@@ -114,6 +118,7 @@ def aliases(
     *,
     promotion: Promotion | None = None,
     opmath: bool = False,
+    recompute: bool = False,
 ) -> None:
     """Register one-liners: JAX functions that take exactly the schema's arguments, in order."""
     for op, jax_function in table.items():
@@ -125,7 +130,26 @@ def aliases(
             return _call(*(bound[name] for name in _names))
 
         adapted = _adapted(op, function, promotion, None, opmath, declared=frozenset(names))
+        if recompute:
+            adapted = _recomputed(adapted)
         _register(op, adapted, jax_function, False, promotion)
+
+
+def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` whose gradient keeps nothing but its array operands."""
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+
+        def run(arrays: dict[int, jax.Array]) -> Any:
+            given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(tree, given)
+            return call(*args, **kwargs)
+
+        return jax.checkpoint(run, prevent_cse=False)(arrays)
+
+    return again
 
 
 def _register(
