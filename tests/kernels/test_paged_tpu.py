@@ -13,7 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from headrace.kernels.attention import target_platform
 from headrace.kernels.paged import PagedRows, PagedShape, empty_pages, paged_attention
+from headrace.kernels.paged_sharded import one_part, page_spec, paged_attention_on_mesh
 from headrace.kernels.paged_tpu import ragged_obstacles
+from headrace.plan.topology import without_compilation_cache
 
 DECODE, BLOCKS, BLOCK, PAGES_A_ROW, PAGES = 8, 2, 32, 16, 64
 
@@ -99,3 +101,38 @@ def test_what_fits_compiles_and_what_does_not_is_known(
         else:
             with pytest.raises(ValueError, match=r"tiled|divisible"):
                 lower(*arguments).compile()
+
+
+def test_on_a_mesh_every_chip_reads_its_own_heads() -> None:
+    """Two chips of four key/value heads each: pages are halved and nothing is gathered."""
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+    mesh = Mesh(np.array(devices[:2]), ("tensor",))
+    shape, tokens = _shape(8, 128, jnp.bfloat16), DECODE + BLOCKS * BLOCK
+    assert not ragged_obstacles(one_part(shape, mesh), 16)
+    spec, everywhere = page_spec(shape, "ragged", mesh), PartitionSpec()
+
+    def array(size: tuple[int, ...], kind: Any, where: PartitionSpec = everywhere) -> Any:
+        return jax.ShapeDtypeStruct(size, kind, sharding=NamedSharding(mesh, where))
+
+    def step(pages: Any, q: Any, k: Any, v: Any, at: Any, slots: Any, tables: Any) -> Any:
+        rows = PagedRows(
+            positions_T=at, slots_T=slots, tables_RM=tables, num_decode=DECODE, block=BLOCK
+        )
+        return paged_attention_on_mesh(mesh, spec, pages, q, k, v, rows, scale=0.1, form="ragged")
+
+    pages = jax.eval_shape(lambda: empty_pages(shape, "ragged"))
+    arguments = (
+        tuple(array(p.shape, p.dtype, spec) for p in pages),
+        array((tokens, 32, 128), jnp.bfloat16),
+        array((tokens, 8, 128), jnp.bfloat16),
+        array((tokens, 8, 128), jnp.bfloat16),
+        array((tokens,), jnp.int32),
+        array((tokens,), jnp.int32),
+        array((DECODE + BLOCKS, PAGES_A_ROW), jnp.int32),
+    )
+    with without_compilation_cache(), target_platform("tpu"), jax.set_mesh(mesh):
+        compiled = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
+    text, whole = compiled.as_text(), sum(p.size * p.dtype.itemsize for p in pages)
+    assert "custom-call" in text and "all-gather" not in text
+    assert compiled.memory_analysis().alias_size_in_bytes == whole // 2
