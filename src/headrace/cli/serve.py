@@ -109,8 +109,21 @@ def serve(
 
     if engine not in ("headrace", "vllm"):
         raise ConfigError(f"--engine {engine!r} is not known; it is headrace or vllm")
+    of_this_engine = {
+        "--adapter": adapter,
+        "--cache-tokens": cache_tokens,
+        "--max-loras": max_loras,
+        "--max-lora-rank": max_lora_rank != DEFAULT_MAX_LORA_RANK,
+        "--no-prefix-caching": not prefix_caching,
+        "--speculative-tokens": speculative_tokens,
+        "--quantization": quantization,
+        "--kv-cache-dtype": kv_cache_dtype != "auto",
+        "--tensor-parallel-size": tensor_parallel_size > 1,
+    }
     if engine == "vllm":
+        _refuse(of_this_engine, "give them to vLLM; --engine vllm chooses its sizes by the planner")
         return _vllm(model, base, slice_name, output, check, max_model_len, dtype)
+    _refuse({"--output": output, "--check": check}, "only with --engine vllm")
     cache = shared.default_compilation_cache() if compilation_cache is None else compilation_cache
     common: dict[str, Any] = {
         "max_model_len": max_model_len,
@@ -135,20 +148,7 @@ def serve(
 
         task = serving_task(model, base=base, trust_remote_code=trust_remote_code)
     if task != "generate":
-        given = {
-            "--adapter": adapter,
-            "--cache-tokens": cache_tokens,
-            "--max-loras": max_loras,
-            "--max-lora-rank": max_lora_rank != DEFAULT_MAX_LORA_RANK,
-            "--no-prefix-caching": not prefix_caching,
-            "--speculative-tokens": speculative_tokens,
-            "--quantization": quantization,
-            "--kv-cache-dtype": kv_cache_dtype != "auto",
-            "--tensor-parallel-size": tensor_parallel_size > 1,
-        }
-        unused = [name for name, value in given.items() if value]
-        if unused:
-            raise ConfigError(f"{', '.join(unused)}: only for models that write text")
+        _refuse(of_this_engine, "only for models that write text")
         options = {**common, "task": task, "max_queue": max_queue}
         if max_num_batched_tokens is not None:
             options["max_batched_tokens"] = max_num_batched_tokens
@@ -179,6 +179,15 @@ def serve(
     default = running.adapters.names[0] if own is not None else None
     cached = (running.shapes.num_pages - 1) * running.shapes.page_size
     return _listen(running, {**listening, "default_model": default}, f"cache {cached:,} tokens, ")
+
+
+def _refuse(flags: dict[str, Any], why: str) -> None:
+    """Raise ConfigError for flags that were given and would do nothing."""
+    from headrace.errors import ConfigError
+
+    given = [name for name, value in flags.items() if value]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: {why}")
 
 
 def _serve_pooling(model: str, options: dict[str, Any], listening: dict[str, Any]) -> int:

@@ -251,6 +251,11 @@ def test_decoder_classifiers_and_pairs(tmp_path: Path) -> None:
         np.testing.assert_allclose(engine.model.probabilities(found), want, atol=1e-5)
 
 
+def _words(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was said, without the frame."""
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
 def test_flags_that_have_no_meaning_here_are_refused(
     encoder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,8 +268,12 @@ def test_flags_that_have_no_meaning_here_are_refused(
     }
     words = [w for pair in flags.items() for w in pair if w is not None]
     assert run(["serve", str(encoder), *words]) == 2
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    said = _words(capsys)
     assert f"{', '.join(flags)}: only for models that write text" in said
+    assert run(["serve", str(encoder), *words, "--engine", "vllm"]) == 2
+    assert f"{', '.join(flags)}: give them to vLLM" in _words(capsys)
+    assert run(["serve", str(encoder), "--output", "x"]) == 2
+    assert "--output: only with --engine vllm" in _words(capsys)
 
 
 # the engine -------------------------------------------------------------------------------------
