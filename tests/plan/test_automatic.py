@@ -96,8 +96,8 @@ def test_a_run_takes_what_was_chosen_and_is_held_against_the_plan(tmp_path, monk
         BASE,
         TrainConfig(
             output_dir=str(tmp_path / "out"), auto_find_batch_size=True, max_steps=2, packing=False,
-            per_device_train_batch_size=4, max_length=16, compilation_cache_dir=None,
-            model_card=False,
+            per_device_train_batch_size=4, max_length=256, compilation_cache_dir=None,
+            model_card=False, use_peft=True,
         ),
         train_dataset=[{"text": f"call mother at {hour}"} for hour in range(8)],
     )  # fmt: skip
@@ -110,9 +110,10 @@ def test_a_run_takes_what_was_chosen_and_is_held_against_the_plan(tmp_path, monk
     assert re.search(r"measured .* times the plan", said.out + said.err)
     log = [json.loads(line) for line in next(tmp_path.rglob("*.jsonl")).read_text().splitlines()]
     by_event = {entry["event"]: entry for entry in log if "event" in entry}
+    longest = max(shape[2] for shape in trainer.run.train_loader.shapes)
     expected = estimate(
         training_of(trainer.args, model_shape(trainer.run.model.config.to_dict(), "base")),
-        local_candidate(trainer.args, here),
+        local_candidate(trainer.args, here, length=longest),
     )
     assert by_event["planned"]["step_seconds"] == pytest.approx(expected.seconds)
     measured = output.metrics["train_step_runtime"] / 2

@@ -28,6 +28,7 @@ Tail = Callable[[Array], Array]
 
 CHUNK_BYTES = 2**26  # float32 logits of one chunk
 CHUNK_MULTIPLE = 128
+LEAST_CHUNK = 512
 
 
 class LinearCrossEntropy(NamedTuple):
@@ -78,7 +79,7 @@ def linear_cross_entropy(
       weights_T: float [T], weight of each token's loss; tokens of weight 0 are skipped. Data: it
         receives no gradient.
       label_smoothing: as in torch: (1 - e) * nll + e * the mean of -log p over the vocabulary.
-      chunk: tokens whose logits exist at one time; by default as many as fit in 64 MiB.
+      chunk: tokens whose logits exist at one time, see chunk_tokens for the default.
       weight_grad: False for a frozen head: no gradient is computed for weight and bias, and they
         are reported as zero.
 
@@ -103,9 +104,12 @@ def linear_cross_entropy(
 
 
 def chunk_tokens(num_tokens: int, vocabulary: int) -> int:
-    """Tokens of a chunk unless one is asked for: 64 MiB of float32 logits, a multiple of 128."""
+    """Tokens of a chunk unless one is asked for: 64 MiB of float32 logits, a multiple of 128, but
+    at least 512 tokens. With fewer an accelerator waits for the head's weight, which every chunk
+    reads (docs/experiments.md).
+    """
     fitting = CHUNK_BYTES // (4 * vocabulary)
-    chunk = max(fitting // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
+    chunk = max(fitting // CHUNK_MULTIPLE * CHUNK_MULTIPLE, LEAST_CHUNK)
     return min(chunk, max(num_tokens, 1))
 
 

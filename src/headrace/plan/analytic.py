@@ -18,7 +18,7 @@ from headrace.plan.shape import LayerKind, ModelShape
 
 GB = 1e9
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_LOSS_CHUNK_BYTES = 2**26  # float32 logits of a chunk of at least 128 tokens, see kernels
+_LOSS_CHUNK_BYTES = 2**26  # float32 logits of a chunk of at least 512 tokens, see kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,15 +177,17 @@ def memory_by_cause(training: Training, candidate: Candidate) -> dict[str, int]:
     if candidate.axis("fsdp") > 1:
         biggest = max(kind.size for kind in shape.layers)
         gathered = 2.0 * biggest * item / candidate.axis("tensor")
-    logits = 0.0
+    logits = head = 0.0
     if training.task == "causal":
-        chunk = max(_LOSS_CHUNK_BYTES, 4 * 128 * shape.vocabulary)
+        head = 2.0 * shape.embedding * item if split > 1 else 0.0  # gathered, in two layouts
+        chunk = max(_LOSS_CHUNK_BYTES, 4 * 512 * shape.vocabulary)
         logits = min(chunk, 4.0 * tokens * shape.vocabulary)
     compute_copies = 0.0 if item == 4 else trained * item
     head_gradient = 0.0
     if not training.adapts and training.task == "causal":
         head_gradient = 4.0 * shape.embedding / split
-    gradients = 8.0 * trained + logits + head_gradient if trains else 0.0
+    sums = 4.0 if candidate.accumulation == 1 else 8.0  # gradients, and what they are added to
+    gradients = sums * trained + logits + head_gradient if trains else 0.0
     found = {
         "frozen weights": training.stored / split if training.frozen else 0.0,
         "trained weights (float32)": 4.0 * trained,
@@ -194,7 +196,7 @@ def memory_by_cause(training: Training, candidate: Candidate) -> dict[str, int]:
         "activations kept": kept,
         "logits of a chunk": logits,
         # gradients, their accumulators, a layer's own values, gathered weights
-        "temporaries": gradients + compute_copies + layer + gathered + logits,
+        "temporaries": gradients + compute_copies + max(layer + gathered, head) + logits,
         "program": 48e6,
     }
     return {name: int(value) for name, value in found.items()}
@@ -229,7 +231,9 @@ def _trained_locally(training: Training, candidate: Candidate) -> float:
 def _layer_values(training: Training, kind: LayerKind, candidate: Candidate, policy: str) -> float:
     """Values that one layer keeps for one token under a remat policy, its input apart."""
     hidden, tensor = training.shape.hidden, candidate.axis("tensor")
-    products = sum(m.outputs * m.used for m in kind.matrices) / tensor
+    products = sum(
+        m.outputs * m.used / (1 if m.name in _ROW_WISE else tensor) for m in kind.matrices
+    )
     match policy:
         case "full" | "offload":
             return 0.0
