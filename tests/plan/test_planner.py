@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -251,12 +252,13 @@ def test_an_evaluation_is_a_program_of_its_own(tmp_path):
     )
     assert "optimizer" not in report["memory"]
     assert report["memory"]["frozen weights"] < 0.3 * subject.training.stored
-    assert plan.num_steps == 313  # 10,000 rows, 32 at a time
+    packed = 10_000 * 400 / plan.workload.share / 512
+    assert plan.num_steps == math.ceil(packed / 32)
     assert "per_device_eval_batch_size" in plan.settings()
 
 
 def test_a_finalist_that_is_too_large_gives_way_to_the_next(tmp_path, monkeypatch):
-    """The analytic model is wrong about `none` here: the compiler says four times as much."""
+    """The analytic model is wrong about its first choice: the compiler says four times as much."""
     asked: list[str] = []
 
     def compiled(subject, candidates, **options):
@@ -264,7 +266,7 @@ def test_a_finalist_that_is_too_large_gives_way_to_the_next(tmp_path, monkeypatc
         for each in candidates:
             asked.append(each.remat)
             plan = analytic_plan(subject, each)
-            factor = 4 if each.remat == "none" else 1
+            factor = 4 if each.remat == asked[0] else 1
             memory = {name: factor * size for name, size in plan.memory.items()}
             fits = sum(memory.values()) <= plan.limit
             found.append(replace(plan, report={"fits": fits, "memory": memory}))
@@ -275,8 +277,8 @@ def test_a_finalist_that_is_too_large_gives_way_to_the_next(tmp_path, monkeypatc
     model = Path(__file__).parents[2] / "examples" / "planning" / "gemma-2b"
     subject = read_subject(recipe(str(model), max_length=2048, dtype="bfloat16"))
     found = search(subject, slices=["v5e-1"], finalists=1)
-    assert asked[0] == "none"
-    assert asked[-1] != "none"
+    assert len(asked) > 1
+    assert asked[-1] != asked[0]
     assert found.plans[0].compiled
     assert found.plans[0].fits
 
