@@ -81,7 +81,7 @@ def _written(root: Path) -> dict[str, str]:
             f"{root / SUMS} has lines that are no checksums, such as {bad[0][:80]!r}; write it "
             "again with `sha256sum *.safetensors`, or delete it"
         )
-    return {match[2]: match[1] for match in matches if match}
+    return {match[2]: match[1] for match in matches if match and "/" not in match[2]}
 
 
 def _of_hub(root: Path) -> dict[str, str]:
