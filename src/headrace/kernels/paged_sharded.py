@@ -10,6 +10,7 @@ Shapes as in `paged`.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from jax import Array, shard_map
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -46,14 +47,13 @@ def paged_attention_on_mesh(
     v_TKH: Array | None,
     rows: PagedRows,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     sinks_N: Array | None = None,
     first_page: Array | int = 0,
-    form: PagedForm = "gather",
+    **options: Any,
 ) -> tuple[Array, tuple[Array, ...]]:
-    """`paged_attention` inside shard_map. spec: of the pages, from `page_spec`."""
+    """`paged_attention` inside shard_map. spec: of the pages, from `page_spec`. options: scale,
+    window, softcap, form.
+    """
     heads = TENSOR if TENSOR in spec else None
     by_head, whole = PartitionSpec(None, heads), PartitionSpec()
 
@@ -69,19 +69,7 @@ def paged_attention_on_mesh(
         first: Array | int,
     ) -> tuple[Array, tuple[Array, ...]]:
         own = replace(rows, positions_T=positions, slots_T=slots, tables_RM=tables)
-        return paged_attention(
-            pages,
-            q,
-            k,
-            v,
-            own,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks_N=sinks,
-            first_page=first,
-            form=form,
-        )
+        return paged_attention(pages, q, k, v, own, sinks_N=sinks, first_page=first, **options)
 
     divided = shard_map(
         local,

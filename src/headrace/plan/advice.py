@@ -34,7 +34,7 @@ def smallest_changes(plan: Plan) -> list[Change]:
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Candidate]]:
     each = plan.candidate
-    if each.work == "evaluate":
+    if not each.trains:
         yield from _for_evaluation(plan)
         return
     for policy in _ORDER.get(each.remat, ()):

@@ -148,7 +148,7 @@ def model_flops(training: Training, candidate: Candidate) -> float:
     head = shape.embedding if shape.causal and training.task == "causal" else 0
     per_token = 2.0 * (matrices + head) * (passes.products - passes.again)
     per_token += 2.0 * training.adapter * (passes.adapters - passes.again)
-    backward = 3 if candidate.work == "train" else 1
+    backward = 3 if candidate.trains else 1
     attention = sum(
         kind.count * backward * _attention_flops(kind, candidate.length, shape.causal)
         for kind in shape.layers
@@ -170,8 +170,7 @@ def memory_by_cause(training: Training, candidate: Candidate) -> dict[str, int]:
     split = candidate.axis("fsdp") * candidate.axis("tensor") * candidate.axis("expert")
     trained = _trained_locally(training, candidate)
     tokens = candidate.device_tokens
-    trains = candidate.work == "train"
-    kept = _kept(training, candidate) * tokens if trains else 0.0
+    kept = _kept(training, candidate) * tokens if candidate.trains else 0.0
     layer = _working(training, candidate) * tokens
     gathered = 0.0
     if candidate.axis("fsdp") > 1:
@@ -187,11 +186,11 @@ def memory_by_cause(training: Training, candidate: Candidate) -> dict[str, int]:
     if not training.adapts and training.task == "causal":
         head_gradient = 4.0 * shape.embedding / split
     sums = 4.0 if candidate.accumulation == 1 else 8.0  # gradients, and what they are added to
-    gradients = sums * trained + logits + head_gradient if trains else 0.0
+    gradients = sums * trained + logits + head_gradient if candidate.trains else 0.0
     found = {
         "frozen weights": training.stored / split if training.frozen else 0.0,
         "trained weights (float32)": 4.0 * trained,
-        "optimizer": training.optimizer_bytes * trained if trains else 0.0,
+        "optimizer": training.optimizer_bytes * trained if candidate.trains else 0.0,
         "batch and buffers": 4.0 * 4 * candidate.accumulation * tokens,
         "activations kept": kept,
         "logits of a chunk": logits,
@@ -262,7 +261,7 @@ def _working(training: Training, candidate: Candidate) -> float:
     layers make, but what was kept already."""
     shape = training.shape
     share = shape.period / shape.num_layers
-    if candidate.work == "evaluate":  # values of a layer die as it goes on
+    if not candidate.trains:  # values of a layer die as it goes on
         widest = max(kind.feed_forward / candidate.axis("tensor") for kind in shape.layers)
         return training.item * (4.0 * shape.hidden + 2.0 * widest)
     values = sum(
@@ -305,7 +304,7 @@ class _Passes:
 
 
 def _passes(training: Training, candidate: Candidate) -> _Passes:
-    if candidate.work == "evaluate":
+    if not candidate.trains:
         return _Passes(
             again=0.0, products=1.0, adapters=1.0, attention=1.0, streamed=1.0, head=1.0,
             gathers=1.0, sums=1.0,
@@ -351,7 +350,7 @@ def _times(training: Training, candidate: Candidate, supervised_share: float) ->
         found["loss head"] = 2.0 * head * passes.head / (rate * 0.8)
     trained = _trained_locally(training, candidate)
     update = 8.0 + 2 * training.optimizer_bytes + 2 * training.item + 8 * candidate.accumulation
-    if candidate.work == "train":
+    if candidate.trains:
         found["optimizer"] = trained * update / (chip.hbm_bandwidth * rates.hbm)
     found |= _link_times(training, candidate)
     return found
@@ -374,14 +373,13 @@ def _link_times(training: Training, candidate: Candidate) -> dict[str, float]:
     found: dict[str, float] = {}
     fsdp, data, tensor = (candidate.axis(name) for name in ("fsdp", "data", "tensor"))
     weights, passes = training.stored / tensor, _passes(training, candidate)
-    trains = candidate.work == "train"
     moved = 0.0
     if fsdp > 1:
         share = (fsdp - 1) / fsdp
         moved += weights * share * passes.gathers * candidate.accumulation
-        if trains and not training.adapts:
+        if candidate.trains and not training.adapts:
             moved += 2 * weights * share * candidate.accumulation
-    if data > 1 and trains:
+    if data > 1 and candidate.trains:
         moved += 2 * 4.0 * training.trained / fsdp / tensor * (data - 1) / data
     if moved:
         found["links: weights and gradients"] = moved / rate

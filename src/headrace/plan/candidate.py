@@ -42,6 +42,11 @@ class Candidate:
         return int(self.mesh.get(name, 1))
 
     @property
+    def trains(self) -> bool:
+        """Whether it is an optimizer step; else a batch of an evaluation."""
+        return self.work == "train"
+
+    @property
     def num_devices(self) -> int:
         return math.prod(self.axis(name) for name in AXES)
 

@@ -198,7 +198,7 @@ class Plan:
         each = self.candidate
         mesh = {name: size for name, size in each.mesh.items() if size > 1}
         found: dict[str, Any] = {"mesh": mesh} if mesh else {}
-        if each.work == "evaluate":
+        if not each.trains:
             return found | {
                 "per_device_eval_batch_size": each.batch_size,
                 "max_length": each.length,

@@ -247,8 +247,7 @@ def lower_step(captured: CapturedModel, candidate: Candidate) -> LoweredStep:
     )
     loss = _loss(module, config, candidate)
     dtypes = {key: plans[key].dtype for key in module.layout.trainable}
-    trains = candidate.work == "train"
-    batch = abstract_batch(_batch(config, candidate), mesh, micro_batches=trains)
+    batch = abstract_batch(_batch(config, candidate), mesh, micro_batches=candidate.trains)
     everywhere = NamedSharding(mesh, PartitionSpec())
     tokens, chunk = _loss_chunk(loss, plans, candidate)
     arguments = {
@@ -257,7 +256,7 @@ def lower_step(captured: CapturedModel, candidate: Candidate) -> LoweredStep:
         "optimizer": state.opt_state,
         "batch and buffers": (batch, state.buffers, state.step),
     }
-    if not trains:
+    if not candidate.trains:
         evaluated = make_eval_step(loss, dtypes=dtypes)
         with target_platform("tpu"):
             lowered = jax.jit(evaluated, out_shardings=everywhere).lower(
@@ -316,8 +315,7 @@ def _optimizer(captured: CapturedModel) -> Optimizer:
 
 def _batch(config: TrainConfig, candidate: Candidate) -> dict[str, jax.ShapeDtypeStruct]:
     """Arrays of the kind that the loader gives: [A, B, S], or [B, S] to evaluate."""
-    trains = candidate.work == "train"
-    rows = (candidate.accumulation, candidate.rows) if trains else (candidate.rows,)
+    rows = (candidate.accumulation, candidate.rows) if candidate.trains else (candidate.rows,)
     tokens = jax.ShapeDtypeStruct((*rows, candidate.length), jnp.int32)
     if config.task == "causal":
         return dict.fromkeys(("input_ids", "labels", "position_ids", "segment_ids"), tokens)

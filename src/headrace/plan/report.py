@@ -59,11 +59,10 @@ def _heading(plan: Plan, console: Console) -> None:
     each, hardware = plan.candidate, plan.hardware
     how = f"compiled, flags {each.flags}" if plan.compiled else "NOT COMPILED, analytic model"
     kind = "chip" if hardware.is_tpu else "GPU"
-    evaluates = each.work == "evaluate"
     rows = f"rows {each.rows} x {each.length}"
-    rows += "" if evaluates else f" x {each.accumulation}, remat {each.remat}"
+    rows += f" x {each.accumulation}, remat {each.remat}" if each.trains else ""
     console.print(
-        f"\n{'Evaluating ' if evaluates else ''}{plan.subject.shape.name} on {hardware.name}: "
+        f"\n{'' if each.trains else 'Evaluating '}{plan.subject.shape.name} on {hardware.name}: "
         f"{hardware.num_chips} {kind}{'s' if hardware.num_chips > 1 else ''}, "
         f"{each.mesh_text()}, {rows}",
         style="bold",
@@ -96,7 +95,7 @@ def _bar(share: float) -> str:
 
 def _time(plan: Plan, console: Console) -> None:
     low, high = plan.seconds_range
-    step = "batch" if plan.candidate.work == "evaluate" else "step"
+    step = "step" if plan.candidate.trains else "batch"
     console.print(
         f"\nTime of a {step}: {in_seconds(plan.seconds)} ({in_seconds(low)} to "
         f"{in_seconds(high)}), bound by {plan.bound}; "
@@ -121,8 +120,9 @@ def _time(plan: Plan, console: Console) -> None:
 def _money(plan: Plan, console: Console) -> None:
     console.print("\nThe whole run", style="bold")
     table = Table(box=None, show_header=False, pad_edge=False)
-    evaluates = plan.candidate.work == "evaluate"
-    steps, hours = ("batches", "hours of them") if evaluates else ("steps", "hours of steps")
+    steps, hours = "steps", "hours of steps"
+    if not plan.candidate.trains:
+        steps, hours = "batches", "hours of them"
     table.add_row(f"  {steps}", "unknown" if plan.num_steps is None else f"{plan.num_steps:,}")
     table.add_row(f"  {hours}", unknown(plan.hours, "{:.2f}"))
     for name, spot in (("on demand", False), ("spot", True)):

@@ -46,8 +46,8 @@ class Workload:
 
     def num_steps(self, candidate: Candidate) -> int | None:
         """Steps of the run: packed rows by their tokens, others by their number."""
-        epochs = 1.0 if candidate.work == "evaluate" else self.epochs
-        if self.max_steps > 0 and candidate.work == "train":
+        epochs = self.epochs if candidate.trains else 1.0
+        if self.max_steps > 0 and candidate.trains:
             return self.max_steps
         if self.rows is None:
             return None

@@ -221,9 +221,9 @@ def read_parts(
         _Taking(first=each[0][0], last=each[0][1], columns=each[1:], array=result)
         for each, result in zip(spans, results, strict=True)
     ]
-    columns = [(0, n) for n in shape[1:]]
-    direct = [each for each in taking if each.columns == columns and dtype == entry.dtype]
-    cut = [each for each in taking if not (each.columns == columns and dtype == entry.dtype)]
+    columns = None if dtype != entry.dtype else [(0, n) for n in shape[1:]]
+    direct = [each for each in taking if each.columns == columns]
+    cut = [each for each in taking if each.columns != columns]
     step = max(BLOCK_BYTES * shape[0] // max(entry.nbytes, 1), 1)
     with _opened(entry.file) as descriptor:
         work = [

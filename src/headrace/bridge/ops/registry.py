@@ -105,9 +105,7 @@ def lowers(
         for op in ops:
             _check_signature(op, function.__name__, parameters)
             call = _adapted(op, function, promotion, over, opmath)
-            if recompute:
-                call = _recomputed(call)
-            _register(op, call, function, draws, promotion)
+            _register(op, call, function, draws, promotion, recompute)
         return function
 
     return register
@@ -130,9 +128,7 @@ def aliases(
             return _call(*(bound[name] for name in _names))
 
         adapted = _adapted(op, function, promotion, None, opmath, declared=frozenset(names))
-        if recompute:
-            adapted = _recomputed(adapted)
-        _register(op, adapted, jax_function, False, promotion)
+        _register(op, adapted, jax_function, False, promotion, recompute)
 
 
 def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,6 +154,7 @@ def _register(
     source: Callable[..., Any],
     draws: bool,
     promotion: Promotion | None,
+    recompute: bool,
 ) -> None:
     if not isinstance(op, OpOverload):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
@@ -173,6 +170,7 @@ def _register(
     while frame is not None and frame.f_globals["__name__"] == __name__:
         frame = frame.f_back
     family = frame.f_globals["__name__"].rpartition(".")[2] if frame is not None else "unknown"
+    call = _recomputed(call) if recompute else call
     _RULES[op] = Rule(op=op, function=call, draws=draws, family=family, promotion=promotion)
 
 
