@@ -20,7 +20,7 @@ from headrace.errors import ConfigError
 from headrace.serve import Engine, EngineOptions, SamplingParams, capture_for_serving
 from headrace.serve.model import ServedModel
 from headrace.serve.options import choose_shapes
-from headrace.serve.programs import choose_forms
+from headrace.serve.shapes import choose_forms
 
 OPTIONS = EngineOptions(
     max_model_len=96,

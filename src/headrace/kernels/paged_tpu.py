@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from headrace.kernels.paged import PagedRows, PagedShape
 
 LANES = 128
+# Of the kernel's loop. The kernel's own table asks a device, so that nothing could be planned, and
+# where it has no entry it takes 128 pages at a time: with large pages the whole context.
+KEYS_A_BLOCK, QUERIES_A_BLOCK = 256, 32
 
 
 def ragged_obstacles(shape: PagedShape, num_heads: int) -> list[str]:
@@ -84,12 +86,6 @@ def ragged_attention(
     firsts = jnp.maximum(rows.positions_T[starts[:-1]], 0)
     lengths = firsts + jnp.where(jnp.arange(D + blocks) < D, 1, block)
     kernel: Any = ragged_paged_attention
-    sizes: dict[str, int] = {}
-    if jax.default_backend() != "tpu":  # compiling ahead of time: the kernel's table asks a device
-        sizes = {
-            "num_kv_pages_per_block": min(rows.tables_RM.shape[1], max(1, 256 // size)),
-            "num_queries_per_block": 32,
-        }
     out = kernel(
         _widen(q_TNH, wide).astype(kv.dtype),
         kv,
@@ -100,7 +96,8 @@ def ragged_attention(
         sm_scale=scale,
         sliding_window=window,
         soft_cap=softcap,
-        **sizes,
+        num_kv_pages_per_block=min(rows.tables_RM.shape[1], max(1, KEYS_A_BLOCK // size)),
+        num_queries_per_block=QUERIES_A_BLOCK,
     )
     return out[..., :head].astype(q_TNH.dtype), (kv,)
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from headrace.kernels.attention import traced_platform
+
 Array = jax.Array
 
 FEW_TOKENS = 32
@@ -19,7 +21,7 @@ FEW_TOKENS = 32
 
 def weight_first(num_tokens: int) -> bool:
     """Whether few tokens on a CPU make the weight the better left operand."""
-    return jax.default_backend() == "cpu" and 1 < num_tokens <= FEW_TOKENS
+    return traced_platform() == "cpu" and 1 < num_tokens <= FEW_TOKENS
 
 
 def linear_weight_first(x: Array, weight: Array, bias: Array | None = None) -> Array:

@@ -22,6 +22,7 @@ from torch import nn
 from headrace.bridge.module import JaxModule, to_jax
 from headrace.bridge.passes.head import Head
 from headrace.errors import CaptureError, ConfigError
+from headrace.kernels.attention import traced_platform
 from headrace.kernels.quantized import quantize
 from headrace.serve.cache import CacheEntry, cache_entries, has_attention, shares_across_loop
 from headrace.serve.defaults import GenerationDefaults, end_ids, generation_defaults
@@ -147,7 +148,7 @@ def capture_for_serving(
     the head stay as they are. tensor_parallel_size: devices that share the weights and the heads.
     """
     mesh = _mesh(tensor_parallel_size)
-    roll = jax.default_backend() != "cpu" if roll is None else roll
+    roll = traced_platform() != "cpu" if roll is None else roll
     module = capture_decoder(model, roll=roll)
     if has_attention(module.program):
         cache_entries(module.program)  # refuses before weights are copied

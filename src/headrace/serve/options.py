@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import jax
-
 from headrace.errors import ConfigError
+from headrace.kernels.attention import traced_platform
 from headrace.kernels.paged import KEYS_AT_A_TIME, KVCacheDtype
 from headrace.kernels.paged_sharded import one_part
 from headrace.kernels.quantized import FORMATS
@@ -23,7 +22,7 @@ from headrace.serve.model import (
     capture_for_serving,
     load_served_model,
 )
-from headrace.serve.programs import Shapes, check_shapes
+from headrace.serve.shapes import Shapes, check_shapes
 from headrace.sharding import device_memory
 
 log = logging.getLogger(__name__)
@@ -145,7 +144,7 @@ def choose_shapes(model: ServedModel, options: EngineOptions) -> Shapes:
     longest = min(model.max_positions or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
     length = options.max_model_len or longest
     page = options.page_size or _page_size(length)
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = traced_platform() == "cpu"
     block, tokens, steps = (16, 256, CPU_BLOCKS) if on_cpu else (32, 512, BLOCKS)
     most = -(-(options.max_batched_tokens or tokens) // block)
     blocks = sorted({min(b, most) for b in steps} | {most})
@@ -182,7 +181,7 @@ def _page_size(length: int) -> int:
     """As many tokens as attention reads at a time on CPU, so that a page is copied whole; 16 on
     GPU; on TPU a sixteenth of the context, so that tables fit its scalar memory.
     """
-    backend = jax.default_backend()
+    backend = traced_platform()
     if backend != "tpu":
         return KEYS_AT_A_TIME.get(backend, 16)
     return max(16, min(256, 1 << ((length // 16) - 1).bit_length()))

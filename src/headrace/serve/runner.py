@@ -25,17 +25,17 @@ from headrace.serve.grammar import GrammarCompiler, Matcher
 from headrace.serve.model import ServedModel
 from headrace.serve.pages import PagePool
 from headrace.serve.params import SamplingParams
-from headrace.serve.programs import (
+from headrace.serve.programs import Programs
+from headrace.serve.request import Delta, FinishReason, Sequence, TokenLogprob
+from headrace.serve.scheduler import Chunk, Plan, Scheduler
+from headrace.serve.shapes import (
     Packed,
-    Programs,
     Shapes,
     StepShape,
     choose_forms,
     packed_size,
     split_packed,
 )
-from headrace.serve.request import Delta, FinishReason, Sequence, TokenLogprob
-from headrace.serve.scheduler import Chunk, Plan, Scheduler
 from headrace.serve.stats import EngineStats
 
 log = logging.getLogger(__name__)
