@@ -73,7 +73,8 @@ def test_a_ragged_step_equals_every_sequence_alone(options: dict[str, Any], laye
                 scales = [np.abs(x).max(-1) / 127 for x in new]
                 new = [x / s[:, None] for x, s in zip(new, scales, strict=True)]
                 new = [np.rint(x) for x in new] + scales
-            for old, x in zip(pages, new, strict=True):
+            pages[0][page, :, :, at] = new[0]
+            for old, x in zip(pages[1:], new[1:], strict=True):
                 old[page, :, at] = x
     order = [("a", 150), ("b", 5), (None, -1)]
     order += [("prompt", i) for i in range(7, 20)] + [(None, -1)] * 3
