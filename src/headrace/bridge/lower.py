@@ -40,6 +40,7 @@ Array = jax.Array
 _HEADRACE = torch.ops.headrace
 _EMBEDDING = torch.ops.aten.embedding.default
 _LAYER_ARGUMENT = 10  # of headrace::attention
+LAYER_INPUT = "layer_input"  # for policies that say where it is kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +381,9 @@ def _run_loop(
         if settings.division is not None:
             entering = _enter(loop, node, entering, settings.division)
             inner = replace(inner, division=replace(settings.division, specs={}))
+        if settings.remat == "offload":
+            # Named inside the loop: the name's value is what backward needs, not the carry.
+            entering = (*map(_named_input, entering[: len(carry)]), *entering[len(carry) :])
         results = tuple(interpret(loop.body, entering, inner))
         return results[: loop.num_carries], results[loop.num_carries :]
 
@@ -434,6 +438,12 @@ def _enter(loop: Loop, node: fx.Node, values: Sequence[Any], division: Division)
     return tuple(entering)
 
 
+def _named_input(value: Any) -> Any:
+    """What a layer takes from the one before, under the name that `offload` moves."""
+    hidden = jnp.issubdtype(jnp.result_type(value), jnp.floating) and jnp.ndim(value) >= 2
+    return checkpoint_name(value, LAYER_INPUT) if hidden else value
+
+
 def _remat(
     body: Callable[..., Any], policy: RematPolicy, *, in_loop: bool, makes_weights: bool = False
 ) -> Callable[..., Any]:
@@ -453,7 +463,7 @@ def _remat(
         "attention": policies.save_only_these_names("attention", ATTENTION_RESIDUALS),
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
-            names_which_can_be_offloaded=["attention", ATTENTION_RESIDUALS],
+            names_which_can_be_offloaded=[LAYER_INPUT, "attention", ATTENTION_RESIDUALS],
             offload_src="device",
             offload_dst="pinned_host",
         ),

@@ -155,8 +155,8 @@ class JaxModule:
             train: False runs dropout and batch norm in evaluation mode; None as captured.
             remat: what a layer keeps for the backward pass: none (keep all), full (keep only its
             input), dots
-                (keep matmul results), attention (keep attention results), offload (those, in host
-                memory).
+                (keep matmul results), attention (keep attention results), offload (those and
+                the layer's input, in host memory).
             segment_ids: int [B, T]; tokens attend within equal ids only (packed examples).
             intercept: stands in for attention (a key/value cache), see `bridge.intercept`.
 

@@ -10,7 +10,7 @@ Knows: model shapes, candidates. Does not know: programs, JAX.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.config import TrainConfig
 from headrace.plan.candidate import Candidate
@@ -23,27 +23,39 @@ _LOSS_CHUNK_BYTES = 2**26  # float32 logits of a chunk of at least 512 tokens, s
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Achieved shares of data-sheet rates. attention: of bf16 FLOPs. links: of one-way bandwidth.
+    """Achieved shares of data-sheet rates. attention: of bf16 FLOPs, in the forward and backward
+    kernels at head size 128. unit: features that the matrix unit multiplies at once; heads that
+    are narrower leave a part of it idle. links: of one-way bandwidth.
 
     spread: how far the true time may lie from the estimate, as a factor either way.
     """
 
     matmul: float
-    attention: float
+    attention: tuple[float, float]
     hbm: float
     links: float
     spread: float
+    unit: int = 128
+
+    def attention_at(self, head_size: int) -> tuple[float, float]:
+        """(forward, backward) for heads of this size."""
+        width = min(head_size, self.unit) / 128
+        forward, backward = (min(_BEST_ATTENTION, share * width) for share in self.attention)
+        return forward, backward
+
+
+_BEST_ATTENTION = 0.6  # softmax between the products keeps kernels below this, however wide heads
 
 
 RATES: Mapping[str, Rates] = {
-    "v4": Rates(matmul=0.75, attention=0.45, hbm=0.85, links=0.9, spread=1.3),
-    "v5e": Rates(matmul=0.75, attention=0.45, hbm=0.85, links=0.9, spread=1.3),
-    "v5p": Rates(matmul=0.75, attention=0.45, hbm=0.85, links=0.9, spread=1.3),
-    "v6e": Rates(matmul=0.70, attention=0.36, hbm=0.85, links=0.9, spread=1.35),
-    "v7x": Rates(matmul=0.65, attention=0.36, hbm=0.85, links=0.9, spread=1.4),
-    "a100": Rates(matmul=0.70, attention=0.45, hbm=0.80, links=0.7, spread=1.5),
-    "h100": Rates(matmul=0.60, attention=0.45, hbm=0.80, links=0.7, spread=1.5),
-    "h200": Rates(matmul=0.60, attention=0.45, hbm=0.80, links=0.7, spread=1.5),
+    "v4": Rates(matmul=0.75, attention=(0.55, 0.50), hbm=0.85, links=0.9, spread=1.3),
+    "v5e": Rates(matmul=0.75, attention=(0.55, 0.50), hbm=0.85, links=0.9, spread=1.3),
+    "v5p": Rates(matmul=0.75, attention=(0.55, 0.50), hbm=0.85, links=0.9, spread=1.3),
+    "v6e": Rates(matmul=0.70, attention=(0.40, 0.36), hbm=0.85, links=0.9, spread=1.35, unit=256),
+    "v7x": Rates(matmul=0.65, attention=(0.40, 0.36), hbm=0.85, links=0.9, spread=1.4, unit=256),
+    "a100": Rates(matmul=0.70, attention=(0.45, 0.45), hbm=0.80, links=0.7, spread=1.5),
+    "h100": Rates(matmul=0.60, attention=(0.45, 0.45), hbm=0.80, links=0.7, spread=1.5),
+    "h200": Rates(matmul=0.60, attention=(0.45, 0.45), hbm=0.80, links=0.7, spread=1.5),
 }
 
 
@@ -119,16 +131,59 @@ def _stored_bytes(quantization: str | None, shape: ModelShape, item: int) -> flo
     return inside * _QUANTIZED[quantization] + (shape.size - inside) * item
 
 
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a program is written, as far as its time depends on it.
+
+    kept: linear layers whose results a layer keeps for its backward pass, None for all.
+    keeps_attention: whether it keeps what the attention kernel made. on_host: kept there.
+    block: tokens of an attention block. backward_products: matmuls of the backward attention
+    kernels for one position (7 in two kernels, 5 in one; the forward kernel has 2).
+    """
+
+    kept: frozenset[str] | None = frozenset()
+    keeps_attention: bool = False
+    on_host: bool = False
+    block: int = 512
+    backward_products: int = 7
+
+    @property
+    def recomputes(self) -> bool:
+        return self.kept is not None or not self.keeps_attention
+
+
+_FORMS: Mapping[str, Form] = {
+    "none": Form(kept=None, keeps_attention=True),
+    "dots": Form(kept=None),
+    "attention": Form(keeps_attention=True),
+    "offload": Form(keeps_attention=True, on_host=True),
+    "full": Form(),
+    "auto": Form(),
+}
+
+
+def form_of(candidate: Candidate) -> Form:
+    """How Headrace's own program is written; flash attention on GPUs has small blocks and one
+    backward kernel."""
+    form = _FORMS[candidate.remat]
+    return form if candidate.hardware.is_tpu else replace(form, block=128, backward_products=5)
+
+
 def estimate(
-    training: Training, candidate: Candidate, *, supervised_share: float = 1.0
+    training: Training,
+    candidate: Candidate,
+    *,
+    supervised_share: float = 1.0,
+    form: Form | None = None,
 ) -> Estimate:
-    """The analytic answer; a millisecond."""
-    parts = _times(training, candidate, supervised_share)
-    compute = sum(v for k, v in parts.items() if not k.startswith("links"))
+    """The analytic answer; a millisecond. form: another program's than Headrace's own."""
+    parts = _times(training, candidate, supervised_share, form or form_of(candidate))
+    compute = sum(v for k, v in parts.items() if not k.startswith(("links", "host")))
     gathers = parts.get("links: weights and gradients", 0.0)
     exposed = parts.get("links: activations", 0.0)
     seen = _SEEN.get(candidate.flags, 0.1)
-    seconds = max(compute, gathers) + seen * min(compute, gathers) + exposed
+    seconds = max(compute, gathers, parts.get("host copies", 0.0))
+    seconds += seen * min(compute, gathers) + exposed
     rates = RATES[candidate.hardware.chip.name]
     return Estimate(
         memory=memory_by_cause(training, candidate),
@@ -143,12 +198,12 @@ def estimate(
 def model_flops(training: Training, candidate: Candidate) -> float:
     """FLOPs of a step on all devices: forward, gradients of activations, gradients of what is
     trained; attention by the pairs a query sees."""
-    shape, tokens, passes = training.shape, candidate.step_positions, _passes(training, candidate)
+    shape, tokens = training.shape, candidate.step_positions
     matrices = sum(kind.count * kind.used for kind in shape.layers)
     head = shape.embedding if shape.causal and training.task == "causal" else 0
-    per_token = 2.0 * (matrices + head) * (passes.products - passes.again)
-    per_token += 2.0 * training.adapter * (passes.adapters - passes.again)
     backward = 3 if candidate.trains else 1
+    per_token = 2.0 * (matrices + head) * _products(training, candidate)
+    per_token += 2.0 * training.adapter * backward
     attention = sum(
         kind.count * backward * _attention_flops(kind, candidate.length, shape.causal)
         for kind in shape.layers
@@ -276,87 +331,100 @@ def _working(training: Training, candidate: Candidate) -> float:
     return training.item * max(values, 4.0 * shape.hidden)
 
 
-_RECOMPUTED = {
-    "none": 0.0,
-    "dots": 0.25,
-    "attention": 0.85,
-    "offload": 0.85,
-    "full": 1.0,
-    "auto": 1.0,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Passes:
-    """How often each kind of work is done for a token; a forward pass counts 1.
-
-    again: the share of it that is there to recompute activations.
-    """
-
-    again: float
-    products: float
-    adapters: float
-    attention: float
-    streamed: float
-    head: float
-    gathers: float
-    sums: float
-
-
-def _passes(training: Training, candidate: Candidate) -> _Passes:
+def _products(training: Training, candidate: Candidate) -> float:
+    """How often a token is multiplied with a weight: forward, for the gradient of what it came
+    from, and for the weight's own."""
     if not candidate.trains:
-        return _Passes(
-            again=0.0, products=1.0, adapters=1.0, attention=1.0, streamed=1.0, head=1.0,
-            gathers=1.0, sums=1.0,
-        )  # fmt: skip
-    again, full = _RECOMPUTED[candidate.remat], 0.0 if training.adapts else 1.0
-    return _Passes(
-        again=again, products=2.0 + again + full, adapters=3.0 + again, attention=3.5 + again,
-        streamed=2.2 + again, head=2.0 + full, gathers=2.0, sums=2.0 + again,
-    )  # fmt: skip
+        return 1.0
+    return 2.0 if training.adapts else 3.0
 
 
-def _times(training: Training, candidate: Candidate, supervised_share: float) -> dict[str, float]:
+def _again(kind: LayerKind, shape: ModelShape, form: Form) -> float:
+    """Parameters of a layer that one token is multiplied with a second time.
+
+    The backward pass needs what came into every linear layer. So the last one of a layer is not
+    computed again, unless a norm behind it needs its result.
+    """
+    if form.kept is None:
+        return 0.0
+    spared = form.kept if shape.norms_last else form.kept | {"down_proj", "experts.down_proj"}
+    return sum(m.inputs * m.outputs * m.used for m in kind.matrices if m.name not in spared)
+
+
+def _seen_keys(kind: LayerKind, length: int, causal: bool, block: int) -> float:
+    """Keys that a kernel computes for one query: whole blocks, most of them visible."""
+    block = min(block, length)
+    every = (length + block) / 2 if causal else float(length)
+    if kind.window is None:
+        return every
+    return min(every, float(block * (1 + -(-(kind.window - 1) // block))))
+
+
+def _attention_seconds(
+    training: Training, candidate: Candidate, form: Form, rates: Rates, flops: float
+) -> float:
+    """Of one device's kernels for one token."""
+    found = 0.0
+    for kind in training.shape.layers:
+        keys = _seen_keys(kind, candidate.length, training.shape.causal, form.block)
+        product = 2.0 * keys * kind.heads * kind.head_size * kind.count / flops
+        forward, backward = rates.attention_at(kind.head_size)
+        times = 1 if not candidate.trains or form.keeps_attention else 2
+        found += 2 * times * product / forward
+        if candidate.trains:
+            found += form.backward_products * product / backward
+    return found / candidate.axis("tensor")
+
+
+def _times(
+    training: Training, candidate: Candidate, supervised_share: float, form: Form
+) -> dict[str, float]:
     """Seconds of a step on each kind of work, on one device."""
     shape, chip = training.shape, candidate.hardware.chip
     rates = RATES[chip.name]
-    tensor = candidate.axis("tensor")
+    tensor, trains = candidate.axis("tensor"), candidate.trains
     tokens = candidate.device_tokens * candidate.accumulation
-    passes = _passes(training, candidate)
     rate = chip.flops * rates.matmul * (1.0 if training.item == 2 else 0.35)
-    matrices = sum(kind.count * kind.used for kind in shape.layers) / tensor
-    found = {"matmuls": 2.0 * tokens * matrices * passes.products / rate}
+    products = _products(training, candidate)
+    matrices = sum(
+        kind.count * (kind.used * products + (_again(kind, shape, form) if trains else 0.0))
+        for kind in shape.layers
+    )
+    found = {"matmuls": 2.0 * tokens * matrices / tensor / rate}
     if training.adapts:
-        adapters = 2.0 * tokens * training.adapter / tensor * passes.adapters
-        found["adapters"] = adapters / (rate * 0.5)
-    attention = (
-        sum(
-            kind.count * _attention_flops(kind, candidate.length, shape.causal)
-            for kind in shape.layers
-        )
-        / candidate.length
-        / tensor
-    )
-    narrow = min(1.0, min(kind.head_size for kind in shape.layers) / 128)
-    found["attention"] = (
-        tokens * attention * passes.attention / (chip.flops * rates.attention * narrow)
-    )
-    found["elementwise"] = (
-        tokens * _streamed(training, candidate) / (chip.hbm_bandwidth * rates.hbm)
-    )
+        passes = 1.0 if not trains else 4.0 if form.recomputes else 3.0
+        found["adapters"] = 2.0 * tokens * training.adapter / tensor * passes / (rate * 0.5)
+    found["attention"] = tokens * _attention_seconds(training, candidate, form, rates, chip.flops)
+    stream = chip.hbm_bandwidth * rates.hbm
+    found["elementwise"] = tokens * _streamed(training, candidate, form) / stream
     if training.task == "causal":
         # a head is computed once for a chunk, and its gradient with it
         head = shape.embedding / tensor * tokens * supervised_share
-        found["loss head"] = 2.0 * head * passes.head / (rate * 0.8)
+        found["loss head"] = 2.0 * head * products / (rate * 0.8)
     trained = _trained_locally(training, candidate)
     update = 8.0 + 2 * training.optimizer_bytes + 2 * training.item + 8 * candidate.accumulation
-    if candidate.trains:
-        found["optimizer"] = trained * update / (chip.hbm_bandwidth * rates.hbm)
-    found |= _link_times(training, candidate)
-    return found
+    if trains:
+        found["optimizer"] = trained * update / stream
+    if trains and form.on_host:
+        found["host copies"] = tokens * _moved(training, candidate, form) / chip.host_bandwidth
+    return found | _link_times(training, candidate, form)
 
 
-def _streamed(training: Training, candidate: Candidate) -> float:
+def _moved(training: Training, candidate: Candidate, form: Form) -> float:
+    """Bytes for one token that go to the host, and come back: layers' inputs and what they keep."""
+    values = sum(
+        kind.count
+        * (
+            training.shape.hidden
+            + sum(m.outputs for m in kind.matrices if m.name in (form.kept or ()))
+            + (kind.heads * kind.head_size if form.keeps_attention else 0)
+        )
+        for kind in training.shape.layers
+    )
+    return values * training.item / candidate.axis("tensor")
+
+
+def _streamed(training: Training, candidate: Candidate, form: Form) -> float:
     """HBM bytes for one token of everything that is not a product: norms, activations, copies."""
     shape, tensor = training.shape, candidate.axis("tensor")
     values = sum(
@@ -364,19 +432,21 @@ def _streamed(training: Training, candidate: Candidate) -> float:
         * (6 * shape.hidden + (1.5 * kind.feed_forward + 3 * kind.heads * kind.head_size) / tensor)
         for kind in shape.layers
     )
-    return values * training.item * _passes(training, candidate).streamed
+    passes = 1.0 if not candidate.trains else 3.2 if form.recomputes else 2.2
+    return values * training.item * passes
 
 
-def _link_times(training: Training, candidate: Candidate) -> dict[str, float]:
+def _link_times(training: Training, candidate: Candidate, form: Form) -> dict[str, float]:
     hardware, chip = candidate.hardware, candidate.hardware.chip
     rate = chip.link_bandwidth * hardware.usable_links * RATES[chip.name].links
     found: dict[str, float] = {}
     fsdp, data, tensor = (candidate.axis(name) for name in ("fsdp", "data", "tensor"))
-    weights, passes = training.stored / tensor, _passes(training, candidate)
+    weights = training.stored / tensor
+    gathers = 2 if candidate.trains else 1
     moved = 0.0
     if fsdp > 1:
         share = (fsdp - 1) / fsdp
-        moved += weights * share * passes.gathers * candidate.accumulation
+        moved += weights * share * gathers * candidate.accumulation
         if candidate.trains and not training.adapts:
             moved += 2 * weights * share * candidate.accumulation
     if data > 1 and candidate.trains:
@@ -385,7 +455,17 @@ def _link_times(training: Training, candidate: Candidate) -> dict[str, float]:
         found["links: weights and gradients"] = moved / rate
     if tensor > 1:
         tokens = candidate.device_tokens * candidate.accumulation
-        sums = 2 * training.shape.num_layers * passes.sums
+        sums = training.shape.num_layers * _sums(training.shape, candidate, form)
         moved = sums * tokens * training.shape.hidden * training.item * 2 * (tensor - 1) / tensor
         found["links: activations"] = moved / rate
     return found
+
+
+def _sums(shape: ModelShape, candidate: Candidate, form: Form) -> float:
+    """Sums of activations over `tensor` in a layer: behind its two row-wise linear layers, in front
+    of the column-wise ones in the backward pass, and what is computed again."""
+    if not candidate.trains:
+        return 2.0
+    if form.kept is None:
+        return 4.0
+    return 4.0 + ("o_proj" not in form.kept) + shape.norms_last

@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headrace.plan.analytic import RATES
 from headrace.plan.hardware import Slice
 from headrace.plan.hlo import (
     COLLECTIVES,
@@ -66,13 +67,6 @@ _VECTOR_WORK: Mapping[str, float] = {
         8.0,
     ),
 }  # fmt: skip
-ATTENTION_SHARES: Mapping[str, tuple[float, float]] = {
-    "v4": (0.55, 0.50),
-    "v5e": (0.55, 0.50),
-    "v5p": (0.55, 0.50),
-    "v6e": (0.40, 0.36),
-    "v7x": (0.40, 0.36),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +76,13 @@ class Assumptions:
     hbm_share: achieved over data-sheet bandwidth of streaming work (copy benchmarks: 0.83 on v6e,
     0.87 on v7x). vmem_over_hbm: on-chip memory's bandwidth (JAX scaling book: about 22).
     hop_seconds: what a link adds to a collective. causal: whether square attention block grids
-    are triangles. attention: share of peak of the splash kernels, forward and backward, head
-    size 128.
+    are triangles. The splash kernels' shares of the peak are those of the analytic model.
     """
 
     hbm_share: float = 0.85
     vmem_over_hbm: float = 22.0
     hop_seconds: float = 1e-6
     causal: bool = True
-    attention: Mapping[str, tuple[float, float]] = field(default_factory=lambda: ATTENTION_SHARES)
 
 
 @dataclass(kw_only=True)
@@ -508,14 +500,12 @@ class _Replay:
         pairs = math.prod(query.sizes[:-2]) * length * keys
         pairs *= self._visible_share(operands)
         fused = '\\"use_fused_bwd_kernel\\": true' in each.attributes
-        forward, backward = self.assumptions.attention.get(self.chip.name, (0.5, 0.45))
+        forward, backward = RATES[self.chip.name].attention_at(head)
         products, share = 2, forward
         if "dkv" in each.name:
             products, share = (5 if fused else 4), backward
         elif "dq" in each.name:
             products, share = 3, backward
-        width = min(1.0, head / 128) if self.chip.name in ("v4", "v5e", "v5p") else head / 128
-        share = min(0.6, share * width) if width > 1 else share * width
         return 2.0 * products * pairs * head, share
 
     def _visible_share(self, operands: list[ArrayShape]) -> float:

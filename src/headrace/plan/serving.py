@@ -180,7 +180,7 @@ class ServingPlan:
             for k in self.shape.layers
         )  # fmt: skip
         products = 2.0 * traffic.prompt * self._active / flops
-        scores = attention / (chip.flops * RATES[chip.name].attention)
+        scores = attention / (chip.flops * RATES[chip.name].attention[0])
         read = self.weights / (chip.hbm_bandwidth * RATES[chip.name].hbm)
         return max((products + scores) / self.tensor, read) + self._sums(traffic.prompt)
 

@@ -78,6 +78,7 @@ class ModelShape:
     extra_embeddings: int
     dtype: str
     period: int = 1
+    norms_last: bool = False  # a norm behind the last linear layer of a layer
     notes: tuple[str, ...] = ()
 
     @property
@@ -111,6 +112,7 @@ class ModelShape:
 _HEAD_SIZES = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "gemma4_text": 256}
 _TIED = ("gemma", "gpt2", "bert", "roberta", "electra", "deberta", "modernbert", "albert", "distil")
 _ENCODERS = ("bert", "roberta", "electra", "deberta", "modernbert", "albert", "distilbert", "camem")
+_NORMS_LAST = ("gemma2", "gemma3", "gemma4", "olmo2", "olmo3", "glm4")
 _PLAIN_MLP = (*_ENCODERS, "gpt2", "gpt_neox", "phi", "opt", "bloom", "falcon", "starcoder2")
 
 
@@ -195,6 +197,7 @@ def model_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
         extra_embeddings=(positions + types) * hidden if learned else 0,
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "float32"),
         period=_period(_layer_types(text, model_type, layers)),
+        norms_last=model_type.startswith(_NORMS_LAST) or (encoder and model_type != "modernbert"),
         notes=_unusual(text),
     )
 
