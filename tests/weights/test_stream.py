@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from headrace.bridge.dtypes import tensor_to_numpy
 from headrace.errors import CheckpointError
 from headrace.train.streaming import save_streamed
-from headrace.weights import files, load_stored, meta_model, open_stream
-from headrace.weights.files import find_weights, read_parts
+from headrace.weights import files, load_stored, meta_model, open_stream, stream
+from headrace.weights.files import aligned_empty, find_weights, finish, read_parts
 
 TINY: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -46,7 +46,11 @@ def _stored(folder: Path, meta: Any, stacked: dict[str, tuple[str, ...]]) -> dic
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_values_are_those_of_from_pretrained(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize("own_memory", [True, False])  # as devices that are not the host's CPU
+def test_values_are_those_of_from_pretrained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, own_memory: bool
+) -> None:
+    monkeypatch.setattr(stream, "_in_host_memory", lambda _: not own_memory)
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, tie_word_embeddings=tied))
     folder = _saved(model.to(torch.bfloat16), tmp_path, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) >= 2
@@ -61,17 +65,77 @@ def test_values_are_those_of_from_pretrained(tmp_path: Path, tied: bool) -> None
         np.testing.assert_array_equal(found[name], value)
 
 
-def test_experts_saved_one_by_one_are_put_together(tmp_path: Path) -> None:
-    config = tf.Qwen3MoeConfig(
-        **TINY, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-    )
-    model = tf.Qwen3MoeForCausalLM(config)
+EXPERTS = {
+    "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(
+        tf.Qwen3MoeConfig(
+            **TINY, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        )
+    ),
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**TINY, num_local_experts=4)),
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("block", [16, 2**22])  # bytes: less than a row, and all at once
+def test_experts_saved_one_by_one_are_read_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, block: int
+) -> None:
+    monkeypatch.setattr(files, "BLOCK_BYTES", block)
+    model = EXPERTS[family]()
     folder = _saved(model, tmp_path)
     on_disk = load_file(folder / "model.safetensors")
-    assert any("experts.3.gate_proj" in name for name in on_disk)
+    assert any("experts.3." in name for name in on_disk)
+    meta = meta_model(folder)
+    found = _stored(folder, meta, {})
+    for name, value in model.named_parameters():
+        np.testing.assert_array_equal(found[name], value.detach().numpy())
+    opened = open_stream(folder, meta)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert len(opened.sources[name].pieces) == 8  # gate and up of four experts
+    part = (slice(1, 3), slice(8, 30), slice(4, 20))
+    array = aligned_empty((2, 22, 16), np.dtype(np.float32))
+    finish(opened.start(name, [part], [array]))
+    np.testing.assert_array_equal(array, model.get_parameter(name).detach().numpy()[part])
+
+
+def test_what_only_the_recipe_can_tell_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = EXPERTS["qwen3_moe"]()
+    folder = _saved(model, tmp_path)
+    monkeypatch.setattr(stream, "_pieces", lambda *_: ())
     found = _stored(folder, meta_model(folder), {})
     for name, value in model.named_parameters():
         np.testing.assert_array_equal(found[name], value.detach().numpy())
+
+
+def test_what_is_read_ahead_is_no_more_than_the_largest() -> None:
+    sizes = [1, 2, 8, 3, 3, 3, 8, 1]
+    started: list[int] = []
+
+    def start(job: int) -> Any:
+        started.append(job)
+        return [np.full(1, job)], []
+
+    for i, values in enumerate(stream._read_ahead(start, range(len(sizes)), sizes)):
+        assert values[0][0] == i
+        ahead = [sizes[job] for job in started[i + 1 :]]
+        assert sum(ahead) <= 8 and (ahead or i + 1 == len(sizes))
+
+
+def test_memory_that_was_read_into_is_not_copied() -> None:
+    array = aligned_empty((3, 5), np.dtype(np.float32))
+    array[:] = 2.0
+    placed = jax.device_put(array, jax.devices()[0])
+    assert placed.unsafe_buffer_pointer() == array.ctypes.data
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(64, 64)}, tmp_path / "model.safetensors")
+    entry = find_weights(tmp_path)["x"]
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="changed since it was opened"):
+        read_parts(entry, [(slice(0, 64), slice(0, 32))])
 
 
 @pytest.mark.parametrize("block", [16, 2**22])  # bytes: less than a row, and all at once
@@ -80,7 +144,8 @@ def test_parts_are_read_by_range(
 ) -> None:
     monkeypatch.setattr(files, "BLOCK_BYTES", block)
     value = torch.arange(6 * 8 * 4, dtype=torch.float32).reshape(6, 8, 4)
-    save_file({"x": value, "scalar": torch.tensor(3.0)}, tmp_path / "model.safetensors")
+    tensors = {"x": value, "scalar": torch.tensor(3.0), "half": value.half() / 3}
+    save_file(tensors, tmp_path / "model.safetensors")
     entries = find_weights(tmp_path)
     part = (slice(2, 5), slice(None), slice(1, 3))
     rows = (slice(0, 2), slice(4, 8), slice(None))
@@ -93,6 +158,11 @@ def test_parts_are_read_by_range(
     assert [each.dtype for each in half] == [np.float16, np.float16]
     np.testing.assert_array_equal(half[0], value.half().numpy()[rows])
     np.testing.assert_array_equal(half[1], value.half().numpy()[part])
+    for wanted in (torch.float32, torch.bfloat16):
+        want = tensor_to_numpy(tensors["half"].to(wanted))
+        np.testing.assert_array_equal(
+            read_parts(entries["half"], [rows], want.dtype)[0], want[rows]
+        )
     assert read_parts(entries["scalar"], [()])[0] == 3.0
 
 

@@ -13,10 +13,10 @@ import functools
 import json
 import math
 import os
-from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK_BYTES = 2**22  # read at a time
 READERS = 8  # threads: a disk gives its rate to several requests at once
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
+ALIGNMENT = 64  # bytes; what XLA asks of memory that it does not allocate
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -49,6 +50,7 @@ DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
 }
 Part = tuple[slice, ...]
+_of_thread = threading.local()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,46 +207,74 @@ def _uncovered(file: str, header: Mapping[str, Any], size: int) -> list[str]:
 def read_parts(
     entry: TensorEntry, parts: Sequence[Part], dtype: np.dtype | None = None
 ) -> list[np.ndarray]:
-    """Parts of a tensor, each a copy, in `dtype` (the file's own without it).
-
-    Several threads read blocks of BLOCK_BYTES. A part of whole rows is read right into its array;
-    rows of which each part takes some columns are read once for all of them.
-    """
-    dtype = entry.dtype if dtype is None else dtype
-    shape = entry.shape or (1,)
-    spans = [
-        [s.indices(n)[:2] for s, n in zip(part or (slice(None),), shape, strict=True)]
-        for part in parts
-    ]
-    results = [np.empty([b - a for a, b in each], dtype) for each in spans]
-    taking = [
-        _Taking(first=each[0][0], last=each[0][1], columns=each[1:], array=result)
-        for each, result in zip(spans, results, strict=True)
-    ]
-    columns = None if dtype != entry.dtype else [(0, n) for n in shape[1:]]
-    direct = [each for each in taking if each.columns == columns]
-    cut = [each for each in taking if each.columns != columns]
-    step = max(BLOCK_BYTES * shape[0] // max(entry.nbytes, 1), 1)
-    with _opened(entry.file) as descriptor:
-        work = [
-            _readers().submit(_read_rows, descriptor, entry, start, each.rows(start, stop))
-            for each in direct
-            for start, stop in _blocks(each.first, each.last, step)
-        ]
-        ends = [(each.first, each.last) for each in cut] or [(0, 0)]
-        work += [
-            _readers().submit(_read_for_all, descriptor, entry, (start, stop), cut)
-            for start, stop in _blocks(min(a for a, _ in ends), max(b for _, b in ends), step)
-        ]
-        wait(work)  # all of them, before the file is closed
-    for each in work:
-        each.result()
-    return results if entry.shape else [result.reshape(()) for result in results]
+    """Parts of a tensor, each a copy, in `dtype` (the file's own without it)."""
+    spans = [[s.indices(n)[:2] for s, n in zip(part, entry.shape, strict=True)] for part in parts]
+    shapes = [tuple(b - a for a, b in each) for each in spans]
+    results = [aligned_empty(shape, dtype or entry.dtype) for shape in shapes]
+    finish(start_reading(entry, list(zip(parts, results, strict=True))))
+    return results
 
 
 def read_whole(entry: TensorEntry) -> np.ndarray:
     """A whole tensor."""
     return read_parts(entry, [tuple(slice(None) for _ in entry.shape)])[0]
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array without values that JAX's CPU backend takes as it is instead of copying it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % ALIGNMENT
+    return memory[first : first + nbytes].view(dtype).reshape(shape)
+
+
+def start_reading(
+    entry: TensorEntry, taking: Sequence[tuple[Part, np.ndarray]]
+) -> list[Future[None]]:
+    """Start to read parts of a tensor, each into an array of its shape, which says the dtype.
+
+    Several threads read blocks of BLOCK_BYTES. A part of whole rows is read right into its array;
+    rows of which parts take some columns are read once for all of them. The arrays are filled when
+    all that is returned is done (`finish`).
+    """
+    shape = entry.shape or (1,)
+    takers = [
+        _Taking.make(part or (slice(None),), array.reshape(array.shape or (1,)), shape)
+        for part, array in taking
+    ]
+    row_bytes = entry.nbytes // max(shape[0], 1)
+    if len(shape) > 2 and row_bytes > BLOCK_BYTES:
+        return _start_each_row(entry, takers, row_bytes)
+    columns = [(0, n) for n in shape[1:]]
+    direct = [
+        each for each in takers
+        if each.columns == columns
+        and each.array.dtype == entry.dtype
+        and each.array.flags.c_contiguous
+    ]  # fmt: skip
+    cut = [each for each in takers if not any(each is other for other in direct)]
+    step = max(BLOCK_BYTES // max(row_bytes, 1), 1)
+    work = [
+        _readers().submit(_read_rows, entry, start, each.rows(start, stop))
+        for each in direct
+        for start, stop in _blocks(each.first, each.last, step)
+    ]
+    ends = [(each.first, each.last) for each in cut] or [(0, 0)]
+    return work + [
+        _readers().submit(_read_for_all, entry, (start, stop), cut)
+        for start, stop in _blocks(min(a for a, _ in ends), max(b for _, b in ends), step)
+    ]
+
+
+def finish(work: Sequence[Future[None]]) -> None:
+    """Wait for everything started; the first error is raised, and what has not begun is dropped."""
+    try:
+        for each in work:
+            each.result()
+    except BaseException:
+        for each in work:
+            each.cancel()
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,53 +286,77 @@ class _Taking:
     columns: list[tuple[int, int]]
     array: np.ndarray
 
+    @classmethod
+    def make(cls, part: Part, array: np.ndarray, shape: tuple[int, ...]) -> _Taking:
+        (first, last), *columns = (s.indices(n)[:2] for s, n in zip(part, shape, strict=True))
+        return cls(first=first, last=last, columns=columns, array=array)
+
     def rows(self, start: int, stop: int) -> np.ndarray:
         return self.array[start - self.first : stop - self.first]
+
+
+def _start_each_row(
+    entry: TensorEntry, takers: Sequence[_Taking], row_bytes: int
+) -> list[Future[None]]:
+    """A tensor of more than two dims whose rows are large: each row as a tensor of its own."""
+    work: list[Future[None]] = []
+    for i in range(entry.shape[0]):
+        row = replace(entry, shape=entry.shape[1:], start=entry.start + i * row_bytes)
+        work += start_reading(row, [
+            (tuple(slice(a, b) for a, b in each.columns), each.array[i - each.first])
+            for each in takers if each.first <= i < each.last
+        ])  # fmt: skip
+    return work
 
 
 def _blocks(first: int, last: int, step: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, last)) for start in range(first, last, step)]
 
 
-def _read_rows(descriptor: int, entry: TensorEntry, start: int, into: np.ndarray) -> None:
+def _read_rows(entry: TensorEntry, start: int, into: np.ndarray) -> None:
     """Whole rows of a tensor, from row `start` on, into an array of their shape and dtype."""
     if not into.size:
         return
     offset = entry.start + start * (into.nbytes // len(into))
     view, done = into.reshape(-1).view(np.uint8).data, 0
-    while done < len(view):
-        got = os.preadv(descriptor, [view[done:]], offset + done)
-        if got == 0:
-            raise CheckpointError(
-                f"{entry.file} ended while {entry.name} was read; it changed since it was opened"
-            )
-        done += got
+    descriptor = os.open(entry.file, os.O_RDONLY)
+    try:
+        while done < len(view):
+            got = os.preadv(descriptor, [view[done:]], offset + done)
+            if got == 0:
+                raise CheckpointError(
+                    f"{entry.file} ended while {entry.name} was read; it changed since it was "
+                    "opened"
+                )
+            done += got
+    finally:
+        os.close(descriptor)
 
 
-def _read_for_all(
-    descriptor: int, entry: TensorEntry, rows: tuple[int, int], taking: Sequence[_Taking]
-) -> None:
+def _read_for_all(entry: TensorEntry, rows: tuple[int, int], taking: Sequence[_Taking]) -> None:
     """Rows [start, stop) read once, and given to every array that takes some of them."""
     start, stop = rows
     here = [each for each in taking if each.first < stop and start < each.last]
     if not here:
         return
-    block = np.empty((stop - start, *entry.shape[1:]), entry.dtype)
-    _read_rows(descriptor, entry, start, block)
+    shape = (stop - start, *(entry.shape or (1,))[1:])
+    block = _scratch(math.prod(shape) * entry.dtype.itemsize).view(entry.dtype).reshape(shape)
+    _read_rows(entry, start, block)
     for each in here:
         low, high = max(start, each.first), min(stop, each.last)
         columns = tuple(slice(a, b) for a, b in each.columns)
         values = block[(slice(low - start, high - start), *columns)]
-        each.rows(low, high)[...] = narrowed(values, each.array.dtype)
+        own = each.rows(low, high)
+        own[...] = values if own.dtype == entry.dtype else narrowed(values, own.dtype)
 
 
-@contextmanager
-def _opened(file: Path) -> Generator[int]:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def _scratch(nbytes: int) -> np.ndarray:
+    """This thread's own memory to read into: memory that is new each time costs as much as the
+    reading."""
+    memory: np.ndarray | None = getattr(_of_thread, "memory", None)
+    if memory is None or memory.nbytes < nbytes:
+        memory = _of_thread.memory = np.empty(max(nbytes, BLOCK_BYTES), np.uint8)
+    return memory[:nbytes]
 
 
 @functools.cache
