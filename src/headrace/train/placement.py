@@ -33,6 +33,7 @@ from headrace.weights.quantization import (
     quantized_line,
     quantized_weight,
 )
+from headrace.weights.stream import stored_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ class Placement:
         for key, names in keys.items():
             if key not in absent:
                 read = _stacked_reader(module.layout, key, tensors)
-                found[key] = self.put(key, _stored_shape(names, tensors), read)
+                found[key] = self.put(key, stored_shape(names, tensors), read)
         return {key: found[key] for key in keys}
 
     def _streamed(
@@ -149,7 +150,7 @@ class Placement:
         }
         made = {
             key: quantized_weight(
-                _stored_shape(names, tensors), own[key], self.quantized[key], shardings[key]
+                stored_shape(names, tensors), own[key], self.quantized[key], shardings[key]
             )
             for key, names in absent.items()
             if key in self.quantized
@@ -227,11 +228,6 @@ class Placement:
             return step
         whole = NamedSharding(self.mesh, PartitionSpec())
         return lambda *args: jax.lax.with_sharding_constraint(step(*args), whole)
-
-
-def _stored_shape(names: tuple[str, ...], tensors: Mapping[str, Any]) -> tuple[int, ...]:
-    shape = tuple(tensors[names[0]].shape)
-    return (len(names), *shape) if len(names) > 1 else shape
 
 
 def _placed(batch: Mapping[str, Any]) -> bool:

@@ -293,9 +293,7 @@ def load_stored(
     tensors: dict[str, Any] = dict(stream.model.named_parameters(remove_duplicate=False))
     wanted = {
         key: jax.ShapeDtypeStruct(
-            (*([len(names)] if len(names) > 1 else []), *tensors[names[0]].shape),
-            dtypes[key],
-            sharding=shardings[key],
+            stored_shape(names, tensors), dtypes[key], sharding=shardings[key]
         )
         for key, names in keys.items()
     }
@@ -303,6 +301,12 @@ def load_stored(
     stored: dict[str, Any] = _read_in_place(stream, {key: keys[key] for key in here}, wanted)
     rest = {key: names for key, names in keys.items() if key not in stored}
     return stored | _read_through_host(stream, rest, wanted, quantized)
+
+
+def stored_shape(names: Sequence[str], tensors: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of a stored array: a layer axis in front when it holds several parameters."""
+    shape = tuple(tensors[names[0]].shape)
+    return (len(names), *shape) if len(names) > 1 else shape
 
 
 def _in_host_memory(sharding: Sharding) -> bool:
