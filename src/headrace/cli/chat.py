@@ -46,6 +46,8 @@ def chat(
     base: Annotated[str | None, shared.BASE] = None,
     dtype: Annotated[str, shared.DTYPE] = "auto",
     quantization: Annotated[str | None, shared.QUANTIZATION] = None,
+    kv_cache_dtype: Annotated[str, shared.KV_CACHE_DTYPE] = "auto",
+    tensor_parallel_size: Annotated[int, shared.TENSOR_PARALLEL] = 1,
     trust_remote_code: Annotated[bool, shared.TRUST] = False,
 ) -> None:
     """Talk with a model: headrace chat out/my-run
@@ -56,7 +58,14 @@ def chat(
     from headrace.serve import SamplingParams
 
     options = shared.one_sequence(
-        max_model_len, merge, base, dtype, quantization, trust_remote_code
+        max_model_len=max_model_len,
+        merge=merge,
+        base=base,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        trust_remote_code=trust_remote_code,
     )
     with shared.engine_here(model, adapter, use, options) as (engine, chosen):
         defaults = engine.model.defaults

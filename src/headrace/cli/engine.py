@@ -61,25 +61,13 @@ def read_adapters(words: list[str] | None) -> dict[str, str]:
     return found
 
 
-def one_sequence(
-    max_model_len: int | None,
-    merge: bool,
-    base: str | None,
-    dtype: str,
-    quantization: str | None,
-    trust_remote_code: bool,
-) -> dict[str, Any]:
+def one_sequence(**settings: Any) -> dict[str, Any]:
     """EngineOptions of a command that answers by itself: one sequence, compiled when needed."""
     return {
-        "max_model_len": max_model_len,
         "max_num_seqs": 1,
-        "merge": merge,
-        "base": base,
-        "dtype": dtype,
-        "quantization": quantization,
         "warm_up": False,
         "compilation_cache": default_compilation_cache(),
-        "trust_remote_code": trust_remote_code,
+        **settings,
     }
 
 

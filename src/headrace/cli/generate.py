@@ -45,6 +45,8 @@ def generate(
     base: Annotated[str | None, shared.BASE] = None,
     dtype: Annotated[str, shared.DTYPE] = "auto",
     quantization: Annotated[str | None, shared.QUANTIZATION] = None,
+    kv_cache_dtype: Annotated[str, shared.KV_CACHE_DTYPE] = "auto",
+    tensor_parallel_size: Annotated[int, shared.TENSOR_PARALLEL] = 1,
     trust_remote_code: Annotated[bool, shared.TRUST] = False,
 ) -> None:
     """Write text with a model: headrace generate out/reminders --prompt "Reminder: ..."
@@ -68,7 +70,14 @@ def generate(
         max_tokens=max_tokens,
     )
     options = shared.one_sequence(
-        max_model_len, merge, base, dtype, quantization, trust_remote_code
+        max_model_len=max_model_len,
+        merge=merge,
+        base=base,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        trust_remote_code=trust_remote_code,
     )
     if input_file is not None:
         options["max_num_seqs"] = max_num_seqs

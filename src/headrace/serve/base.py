@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 import jax
@@ -38,13 +38,18 @@ class CommonOptions:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} is {value}; it is at least {least}"
+            f"{name} is {value}; it is at least {least}{self._left_out(name)}"
             for name, least in self.least().items()
             if (value := getattr(self, name)) is not None and value < least
         ]
         problems += self.problems()
         if problems:
             raise ConfigError("; ".join(problems))
+
+    def _left_out(self, name: str) -> str:
+        """For settings that may be left to the engine: that 0 is not the way to say so."""
+        chosen = {each.name for each in fields(self) if each.default is None}
+        return ". Leave it out to have it chosen" if name in chosen else ""
 
     def least(self) -> dict[str, int]:
         """The smallest values of settings that are numbers; None passes."""

@@ -152,12 +152,14 @@ def read_lora(folder: str | Path) -> LoraWeights:
     """Read a PEFT LoRA folder (adapter_config.json, adapter_model.safetensors).
 
     Raises AdapterError, all reasons at once, for what cannot run as low-rank additions to linear
-    layers; such an adapter is served merged.
+    layers; such an adapter is served merged. CheckpointError when SHA256SUMS beside them names
+    other files than these.
     """
     from peft import PeftConfig
     from safetensors.numpy import load_file
 
     from headrace.weights.adapter import ADAPTER_WEIGHTS, find_adapter
+    from headrace.weights.checksums import check_sums
 
     folder = Path(folder)
     config: Any = find_adapter(folder)
@@ -166,6 +168,7 @@ def read_lora(folder: str | Path) -> LoraWeights:
             f"{folder.name} holds no adapter_config.json; give a PEFT adapter folder"
         )
     assert isinstance(config, PeftConfig)
+    check_sums(folder)
     problems = _config_problems(config)
     tensors = _load(folder / ADAPTER_WEIGHTS, load_file)
     layers: dict[str, tuple[np.ndarray, np.ndarray]] = {}

@@ -114,7 +114,7 @@ class Lowering:
 
     # lowering -----------------------------------------------------------------------------------
 
-    def keys(self) -> list[Any]:
+    def all_keys(self) -> list[Any]:
         """Every program that can be asked for."""
         found: list[Any] = []
         for shape in self.shapes.steps:
@@ -129,7 +129,7 @@ class Lowering:
         return list(dict.fromkeys(found))
 
     def lower(self, key: Any) -> Any:
-        """The program of a key from `keys`, lowered. A second or two."""
+        """The program of a key from `all_keys`, lowered. A second or two."""
         run, arguments = self.program(key)
         return run.lower(*arguments)
 

@@ -23,7 +23,7 @@ from headrace.bridge.module import JaxModule, to_jax
 from headrace.bridge.passes.head import Head
 from headrace.errors import CaptureError, ConfigError
 from headrace.kernels.attention import traced_platform
-from headrace.kernels.quantized import quantize
+from headrace.kernels.quantized import Quantization, quantize
 from headrace.serve.cache import CacheEntry, cache_entries, has_attention, shares_across_loop
 from headrace.serve.defaults import GenerationDefaults, end_ids, generation_defaults
 from headrace.serve.lora import LoraTarget, lora_targets
@@ -262,14 +262,19 @@ def _quantized(
     module: JaxModule, params: Mapping[str, Array], head: Head | None, format_name: str
 ) -> dict[str, Any]:
     """The weights with those of linear layers as codes and scales; one in both forms at a time."""
+    chosen = served_quantizations(module, head, format_name)
+    store = jax.jit(quantize, static_argnums=1)
+    return {k: store(x, chosen[k]) if k in chosen else x for k, x in params.items()}
+
+
+def served_quantizations(
+    module: JaxModule, head: Head | None, format_name: str
+) -> dict[str, Quantization]:
+    """Stored key -> how it is quantised: linear layers and experts, not the head."""
     frozen = replace(module.layout, trainable=frozenset[str]())  # nothing is trained here
     chosen = quantizations(replace(module, layout=frozen), format_name)
     kept = {head.weight_key, head.bias_key} if head is not None else set[str | None]()
-    store = jax.jit(quantize, static_argnums=1)
-    return {
-        key: store(value, chosen[key]) if key in chosen and key not in kept else value
-        for key, value in params.items()
-    }
+    return {key: wanted for key, wanted in chosen.items() if key not in kept}
 
 
 def vocabulary_size(model: Any) -> int:

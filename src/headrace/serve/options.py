@@ -72,6 +72,7 @@ class EngineOptions(CommonOptions):
             "tensor_parallel_size": 1,
             "speculative_tokens": 0,
             "page_size": 1,
+            "cache_tokens": 1,
         }
 
     def problems(self) -> list[str]:
@@ -139,21 +140,27 @@ def open_model(
     return served, own
 
 
-def choose_shapes(model: ServedModel, options: EngineOptions) -> Shapes:
-    """Sizes of the programs and the cache. Raises ConfigError when they contradict each other."""
+def choose_shapes(
+    model: ServedModel, options: EngineOptions, *, room: float | None = None
+) -> Shapes:
+    """Sizes of the programs and the cache. Raises ConfigError when they contradict each other.
+
+    room: bytes of each device beside the weights; None asks the devices.
+    """
     longest = min(model.max_positions or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
-    length = options.max_model_len or longest
-    page = options.page_size or _page_size(length)
+    length = longest if options.max_model_len is None else options.max_model_len
+    page = _page_size(length) if options.page_size is None else options.page_size
     on_cpu = traced_platform() == "cpu"
     block, tokens, steps = (16, 256, CPU_BLOCKS) if on_cpu else (32, 512, BLOCKS)
-    most = -(-(options.max_batched_tokens or tokens) // block)
+    tokens = tokens if options.max_batched_tokens is None else options.max_batched_tokens
+    most = -(-tokens // block)
     blocks = sorted({min(b, most) for b in steps} | {most})
     a_sequence = -(-(length + block) // page)
     wanted = options.max_num_seqs * a_sequence
     if options.cache_tokens is not None:
         pages = -(-options.cache_tokens // page)
     else:
-        pages = min(wanted, _affordable(model, page, options))
+        pages = min(wanted, _affordable(model, page, options, room))
         if pages < wanted:
             log.info(
                 "the cache holds %d tokens of the %d that %d full sequences need",
@@ -187,8 +194,10 @@ def _page_size(length: int) -> int:
     return max(16, min(256, 1 << ((length // 16) - 1).bit_length()))
 
 
-def _affordable(model: ServedModel, page_size: int, options: EngineOptions) -> int:
-    """Pages that the memory of each device has room for now."""
+def _affordable(
+    model: ServedModel, page_size: int, options: EngineOptions, room: float | None
+) -> int:
+    """Pages that the memory of each device has room for."""
     stored = options.kv_cache_dtype
     shapes = [
         e.shape(num_pages=1, page_size=page_size, kv_cache_dtype=stored)
@@ -196,12 +205,11 @@ def _affordable(model: ServedModel, page_size: int, options: EngineOptions) -> i
         if e.writes
     ]
     bytes_a_page = page_size * sum(one_part(s, model.mesh).bytes_a_token for s in shapes)
-    device = device_memory()
+    device = device_memory() if room is None else None
     if device is not None:
-        room = (device.limit - device.used) * DEVICE_SHARE
-    else:
-        room = _host_memory() * HOST_SHARE
-    return int(room // bytes_a_page)
+        room = device.limit - device.used
+    usable = _host_memory() * HOST_SHARE if room is None else room * DEVICE_SHARE
+    return int(usable // bytes_a_page)
 
 
 def _host_memory() -> int:

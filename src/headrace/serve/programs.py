@@ -92,7 +92,7 @@ class Programs:
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> float:
         """Compile every program; returns seconds. progress(done, total, name)."""
-        start, keys = time.perf_counter(), self.lowering.keys()
+        start, keys = time.perf_counter(), self.lowering.all_keys()
         for i, key in enumerate(keys):
             if progress is not None:
                 progress(i, len(keys), " ".join(str(k) for k in key))

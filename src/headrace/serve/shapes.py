@@ -142,13 +142,8 @@ def choose_forms(
     """
     from headrace.kernels.paged_tpu import ragged_obstacles
 
+    check_kv_cache_dtype(shapes.kv_cache_dtype)
     on_tpu = traced_platform() == "tpu"
-    if on_tpu and shapes.kv_cache_dtype == "int8":
-        raise ConfigError(
-            "kv_cache_dtype is int8; the ragged paged attention kernel that a TPU needs takes one "
-            "number for all keys (k_scale) and one for all values, not a scale for each token and "
-            "head. Leave kv_cache_dtype at auto, or hand over to vLLM (--engine vllm)"
-        )
     forms: dict[str, PagedForm] = {}
     for entry in entries:
         own = one_part(shapes.paged(entry), mesh)
@@ -156,6 +151,16 @@ def choose_forms(
         fits = not ragged_obstacles(own, queries) and not entry.has_sinks
         forms[entry.name] = "ragged" if on_tpu and fits else "gather"
     return forms
+
+
+def check_kv_cache_dtype(kv_cache_dtype: KVCacheDtype) -> None:
+    """Raise ConfigError for an int8 cache on a TPU, whose kernel cannot read it."""
+    if traced_platform() == "tpu" and kv_cache_dtype == "int8":
+        raise ConfigError(
+            "kv_cache_dtype is int8; the ragged paged attention kernel that a TPU needs takes one "
+            "number for all keys (k_scale) and one for all values, not a scale for each token and "
+            "head. Leave kv_cache_dtype at auto, or hand over to vLLM (--engine vllm)"
+        )
 
 
 def check_shapes(shapes: Shapes, model: ServedModel) -> None:

@@ -10,7 +10,14 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from headrace.errors import AdapterError, AdapterSlotsError, ConfigError, QueueFullError, ServeError
+from headrace.errors import (
+    AdapterError,
+    AdapterSlotsError,
+    CheckpointError,
+    ConfigError,
+    QueueFullError,
+    ServeError,
+)
 
 KINDS = {
     400: "BadRequestError",
@@ -69,7 +76,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error))
     if isinstance(error, AdapterSlotsError):
         return ApiError(409, str(error))
-    if isinstance(error, (ConfigError, AdapterError)):
+    if isinstance(error, (ConfigError, AdapterError, CheckpointError)):
         return ApiError(400, str(error))
     if isinstance(error, ServeError):
         return ApiError(503, str(error))

@@ -290,7 +290,7 @@ def _batch(
 
 
 def _max_model_len(model: PoolingModel, options: PoolingOptions) -> int:
-    wanted = options.max_model_len or model.max_tokens
+    wanted = model.max_tokens if options.max_model_len is None else options.max_model_len
     if wanted > model.max_tokens:
         raise ConfigError(f"max_model_len is {wanted}; {model.name} takes {model.max_tokens}")
     return wanted

@@ -26,6 +26,7 @@ from headrace.evaluate.model import load_tokenizer
 from headrace.serve.pooling import pool
 from headrace.serve.pooling.recipe import Recipe, is_sentence_model, read_recipe
 from headrace.weights.adapter import ADAPTER_WEIGHTS, find_adapter, load_torch_model
+from headrace.weights.checksums import check_sums
 
 Array = jax.Array
 Task = Literal["generate", "embed", "classify"]
@@ -261,6 +262,8 @@ def _load_encoder(
 
     adapter = find_adapter(name)
     source = str(name) if adapter is None else str(base or adapter.base_model_name_or_path)
+    for folder in dict.fromkeys((str(name), source, str(Path(source) / recipe.subfolder))):
+        check_sums(folder)
     if adapter is not None:
         options = {k: v for k, v in options.items() if k != "revision"}
     if recipe.subfolder:
