@@ -12,6 +12,7 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.kernels.attention import attention
 from headrace.kernels.paged import (
+    PagedForm,
     PagedRows,
     PagedShape,
     empty_pages,
@@ -35,7 +36,21 @@ def _reference(q: Any, k: Any, v: Any, **options: Any) -> np.ndarray:
     [{}, {"window": 5}, {"softcap": 3.0}, {"window": 130}, {"sinks": True}, {"int8": True}],
     ids=["plain", "window", "softcap", "wide", "sinks", "int8"],
 )
-def test_a_ragged_step_equals_every_sequence_alone(options: dict[str, Any], layer: int) -> None:
+def test_a_step_equals_every_sequence_alone(options: dict[str, Any], layer: int) -> None:
+    _compare(options, layer, "gather")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 3.0}, {"window": 5}, {"sinks": True}, {"int8": True}],
+    ids=["softcap", "window", "sinks", "int8"],
+)
+def test_the_kernel_for_gpus_reads_and_writes_the_same(options: dict[str, Any]) -> None:
+    """Interpreted. What it does not know (windows, sinks) is read from its pages without it."""
+    _compare(options, 1, "triton")
+
+
+def _compare(options: dict[str, Any], layer: int, form: PagedForm) -> None:
     """Two decode rows, an empty one, a prompt over two blocks with padding; shuffled pages."""
     options = dict(options)
     int8 = options.pop("int8", False)
@@ -61,7 +76,7 @@ def test_a_ragged_step_equals_every_sequence_alone(options: dict[str, Any], laye
         dtype=jnp.dtype("float32"),
         kv_cache_dtype="int8" if int8 else "auto",
     )
-    pages = tuple(np.array(x) for x in empty_pages(shape, "gather"))
+    pages = tuple(np.array(x) for x in empty_pages(shape, form))
     exact = data
     if int8:  # what is read is what the codes say
         data = {name: [q, _rounded(k), _rounded(v)] for name, (q, k, v) in data.items()}
@@ -73,9 +88,13 @@ def test_a_ragged_step_equals_every_sequence_alone(options: dict[str, Any], laye
                 scales = [np.abs(x).max(-1) / 127 for x in new]
                 new = [x / s[:, None] for x, s in zip(new, scales, strict=True)]
                 new = [np.rint(x) for x in new] + scales
-            pages[0][page, :, :, at] = new[0]
-            for old, x in zip(pages[1:], new[1:], strict=True):
-                old[page, :, at] = x
+            for number, (old, x) in enumerate(zip(pages, new, strict=True)):
+                if form == "triton":
+                    old[:, page, at] = x
+                elif number == 0:
+                    old[page, :, :, at] = x
+                else:
+                    old[page, :, at] = x
     order = [("a", 150), ("b", 5), (None, -1)]
     order += [("prompt", i) for i in range(7, 20)] + [(None, -1)] * 3
     positions = np.array([i for _, i in order], np.int32)
@@ -107,6 +126,7 @@ def test_a_ragged_step_equals_every_sequence_alone(options: dict[str, Any], laye
             scale=0.3,
             sinks_N=sinks,
             first_page=layer * 60,
+            form=form,
             **options,
         )
     )(pages, *token)
@@ -116,7 +136,8 @@ def test_a_ragged_step_equals_every_sequence_alone(options: dict[str, Any], laye
             continue
         want = _reference(*data[name], scale=0.3, sinks=sinks, **options)[position]
         np.testing.assert_allclose(np.asarray(out)[i], want, rtol=2e-5, atol=2e-6)
-    other = np.asarray(new_keys)[(1 - layer) * 60 + 1 : (1 - layer) * 60 + 60]
+    written = np.asarray(new_keys).swapaxes(0, 1) if form == "triton" else np.asarray(new_keys)
+    other = written[(1 - layer) * 60 + 1 : (1 - layer) * 60 + 60]
     assert np.all(other == 0), "another layer's pages were written"
 
 
@@ -159,7 +180,7 @@ def test_int8_pages_take_a_byte_a_number_and_a_scale_a_head() -> None:
         assert sizes[kind] == shape.bytes_a_token * 5 * 16
     scales = 3 * 5 * 16 * 8 * 2 * 4
     assert sizes["int8"] - scales == sizes["bfloat16"] / 2 == sizes["float32"] / 4
-    with pytest.raises(ConfigError, match="int8 needs form='gather'"):
+    with pytest.raises(ConfigError, match="int8 needs form='gather' or 'triton'"):
         empty_pages(shape, "ragged")
 
 

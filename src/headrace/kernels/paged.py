@@ -5,11 +5,12 @@ consecutive queries of a prompt (several blocks may belong to one sequence). Key
 whole step are written first, so a block sees the blocks before it. Pages are found through a table
 a row; page 0 belongs to nobody and takes what padding writes.
 
-Two forms: `gather` (here) runs everywhere and reads the pages up to the longest live sequence in
-blocks, with a running softmax; `ragged` is jax's TPU kernel (`paged_tpu`).
+Three forms: `gather` (here) runs everywhere and reads the pages up to the longest live sequence in
+blocks, with a running softmax; `ragged` is jax's TPU kernel (`paged_tpu`), `triton` its GPU kernel
+(`paged_gpu`).
 
 Pages keep the model's dtype, or int8 codes with a float32 scale for each token and head beside them
-(`gather` only). A scale is the same for all numbers of a key, so it moves out of both products: the
+(not `ragged`). A scale is the same for all numbers of a key, so it moves out of both products: the
 codes are multiplied as they are, exact in every float dtype, and nothing is put back in full.
 
 Keys lie with their tokens last, [.., H, S], values with their numbers last, [.., S, H]: both
@@ -33,7 +34,7 @@ from headrace.errors import ConfigError
 from headrace.kernels.attention import traced_platform
 from headrace.kernels.attention_dense import accumulator_dtype
 
-PagedForm = Literal["gather", "ragged"]
+PagedForm = Literal["gather", "ragged", "triton"]
 KVCacheDtype = Literal["auto", "int8"]
 KEYS_AT_A_TIME = {"cpu": 32}  # measured: smaller blocks stay in its cache
 KEYS_ELSEWHERE = 128
@@ -88,12 +89,18 @@ class PagedShape:
 
 def empty_pages(shape: PagedShape, form: PagedForm) -> tuple[Array, ...]:
     """Arrays of zeros. gather: keys [layers*P, K, H, S] and values [layers*P, K, S, H], for int8
-    also their scales [layers*P, K, S]. ragged: one array.
+    also their scales [layers*P, K, S]. ragged: one array. triton: as gather, heads before pages.
     """
+    if form == "triton":
+        from headrace.kernels.paged_gpu import empty_triton_pages
+
+        return empty_triton_pages(shape)
     pages = shape.layers * shape.num_pages
     if form == "ragged":
         if shape.kv_cache_dtype != "auto":
-            raise ConfigError(f"paged attention in {shape.kv_cache_dtype} needs form='gather'")
+            raise ConfigError(
+                f"paged attention in {shape.kv_cache_dtype} needs form='gather' or 'triton'"
+            )
         from headrace.kernels.paged_tpu import empty_ragged_pages
 
         return empty_ragged_pages(shape)
@@ -135,6 +142,21 @@ def paged_attention(
     first_page: added to every page, for a layer of a stacked cache.
     Returns [T, N, H of values] in the dtype of q, and the pages. Queries at position -1 give zeros.
     """
+    if form == "triton":
+        from headrace.kernels.paged_gpu import triton_attention
+
+        return triton_attention(
+            pages,
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            rows,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks_N=sinks_N,
+            first_page=first_page,
+        )
     if form == "ragged":
         if sinks_N is not None:
             raise ConfigError("paged attention with sinks needs form='gather'")
@@ -157,17 +179,25 @@ def paged_attention(
     T, N, H = q_TNH.shape
     parts: list[Array] = []
     if D:
-        out = _attend(
+        out = attend_pages(
             q_TNH[:D, None], rows.positions_T[:D, None], rows.tables_RM[:D], pages, *options
         )
         parts.append(out[:, 0])
     if rows.num_blocks:
         q_RQNH = q_TNH[D:].reshape(rows.num_blocks, rows.block, N, H)
         positions_RQ = rows.positions_T[D:].reshape(rows.num_blocks, rows.block)
-        out = _attend(q_RQNH, positions_RQ, rows.tables_RM[D:], pages, *options)
+        out = attend_pages(q_RQNH, positions_RQ, rows.tables_RM[D:], pages, *options)
         parts.append(out.reshape(T - D, N, -1))
     result = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
     return result.astype(q_TNH.dtype), pages
+
+
+def stored_tokens(pages: tuple[Array, ...], k_TKH: Array, v_TKH: Array) -> list[Array]:
+    """Keys and values as `pages` hold them; for int8 codes, with the scales of both behind them."""
+    if len(pages) == 2:
+        return [k_TKH.astype(pages[0].dtype), v_TKH.astype(pages[1].dtype)]
+    (keys, key_scales), (values, value_scales) = map(quantize_tokens, (k_TKH, v_TKH))
+    return [keys, values, key_scales, value_scales]
 
 
 def _written(
@@ -176,20 +206,13 @@ def _written(
     """The pages with this step's keys and values in their slots."""
     size = pages[1].shape[2]
     page_T, offset_T = rows.slots_T // size + first_page, rows.slots_T % size
-    new: list[Array] = [k_TKH, v_TKH]
-    if len(pages) == 4:
-        (keys, key_scales), (values, value_scales) = map(quantize_tokens, new)
-        new = [keys, values, key_scales, value_scales]
-    old_keys, *others = pages
-    keys = old_keys.at[page_T, :, :, offset_T].set(new[0].astype(old_keys.dtype))
-    rest = (
-        old.at[page_T, :, offset_T].set(x.astype(old.dtype))
-        for old, x in zip(others, new[1:], strict=True)
-    )
+    (old_keys, *old), (new_keys, *new) = pages, stored_tokens(pages, k_TKH, v_TKH)
+    keys = old_keys.at[page_T, :, :, offset_T].set(new_keys)
+    rest = (x.at[page_T, :, offset_T].set(y) for x, y in zip(old, new, strict=True))
     return keys, *rest
 
 
-def _attend(
+def attend_pages(
     q_RQNH: Array,
     positions_RQ: Array,
     tables_RM: Array,
@@ -199,11 +222,16 @@ def _attend(
     softcap: float | None,
     sinks_N: Array | None,
     first_page: Array | int,
+    *,
+    heads_first: bool = False,
 ) -> Array:
-    """Softmax over the pages in blocks of L keys, from the first visible one to the longest row."""
+    """Softmax over the pages in blocks of L keys, from the first visible one to the longest row.
+
+    q_RQNH [R, Q, N, H] -> [R, Q, N, H of values]. heads_first: pages lie as form `triton` has them.
+    """
     R, Q, N, H = q_RQNH.shape
     keys, values, *scales = pages
-    K, S = values.shape[1:3]
+    K, S = values.shape[0 if heads_first else 1], values.shape[2]
     G, wide = N // K, accumulator_dtype(q_RQNH.dtype)
     wanted = KEYS_AT_A_TIME.get(traced_platform(), KEYS_ELSEWHERE)
     per_block = max(1, wanted // S)
@@ -218,15 +246,17 @@ def _attend(
         axis of `pages` that counts tokens.
         """
         chosen = lax.dynamic_slice(tables_RM, (0, block * per_block), (R, per_block))
-        found = jnp.moveaxis(pages[chosen], 1, tokens)  # the block's pages before their tokens
-        sizes = list(pages.shape[1:])
-        sizes[tokens - 1] = L
-        found = found.reshape(R, *sizes)
+        found = jnp.moveaxis(pages[:, chosen], 0, 2) if heads_first else pages[chosen]
+        sizes = [R, *found.shape[2:]]
+        sizes[tokens] = L
+        found = jnp.moveaxis(found, 1, tokens)  # the block's pages before their tokens
+        found = found.reshape(sizes)
         return found.astype(q.dtype) if found.dtype == jnp.int8 else found
 
     def step(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
-        scores = jnp.einsum("rkgh,rkhl->rkgl", q, read(keys, block, 3), preferred_element_type=wide)
+        k = read(keys, block).swapaxes(2, 3) if heads_first else read(keys, block, 3)
+        scores = jnp.einsum("rkgh,rkhl->rkgl", q, k, preferred_element_type=wide)
         if scales:
             scores = scores * read(scales[0], block)[:, :, None]
         scores = scores.reshape(R, K, G, Q, L) * scale

@@ -35,7 +35,8 @@ def page_spec(shape: PagedShape, form: PagedForm, mesh: Mesh | AbstractMesh) -> 
     """How every array of `empty_pages` lies on the mesh."""
     if parts_of_heads(shape.num_kv_heads, mesh) == 1:
         return PartitionSpec()
-    return PartitionSpec(None, TENSOR) if form == "gather" else PartitionSpec(None, None, TENSOR)
+    axis = {"triton": 0, "gather": 1, "ragged": 2}[form]  # that counts heads
+    return PartitionSpec(*[None] * axis, TENSOR)
 
 
 def paged_attention_on_mesh(

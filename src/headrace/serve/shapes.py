@@ -7,6 +7,7 @@ Shapes: T = tokens of a step, R = rows, M = pages a sequence may have, O = rows 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from headrace.kernels.paged import KVCacheDtype, PagedForm, PagedRows, PagedShap
 from headrace.kernels.paged_sharded import one_part
 from headrace.serve.cache import CacheEntry
 from headrace.serve.model import ServedModel
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,21 +139,37 @@ def step_rows(parts: Packed, shapes: Shapes, shape: StepShape) -> PagedRows:
 def choose_forms(
     entries: list[CacheEntry], shapes: Shapes, mesh: Mesh | None = None
 ) -> dict[str, PagedForm]:
-    """`ragged` for caches that the TPU kernel can hold, `gather` for all others and elsewhere.
+    """`ragged` for caches that the TPU kernel can hold, `triton` for those that the GPU kernel can
+    hold and, tried on this device, reads right; `gather` for all others and elsewhere.
 
     Raises ConfigError for an int8 cache on a TPU, whose kernel cannot read it.
     """
-    from headrace.kernels.paged_tpu import ragged_obstacles
-
     check_kv_cache_dtype(shapes.kv_cache_dtype)
-    on_tpu = traced_platform() == "tpu"
     forms: dict[str, PagedForm] = {}
     for entry in entries:
         own = one_part(shapes.paged(entry), mesh)
         queries = entry.num_heads * own.num_kv_heads // entry.num_kv_heads
-        fits = not ragged_obstacles(own, queries) and not entry.has_sinks
-        forms[entry.name] = "ragged" if on_tpu and fits else "gather"
+        forms[entry.name] = _form(entry, own, queries)
     return forms
+
+
+def _form(entry: CacheEntry, own: PagedShape, num_heads: int) -> PagedForm:
+    """own, num_heads: what one device holds and computes."""
+    platform = traced_platform()
+    if platform == "tpu" and not entry.has_sinks:
+        from headrace.kernels.paged_tpu import ragged_obstacles
+
+        return "gather" if ragged_obstacles(own, num_heads) else "ragged"
+    if platform == "gpu" and not entry.has_sinks and entry.window is None:
+        from headrace.kernels.paged_gpu import triton_fault, triton_obstacles
+
+        if triton_obstacles(own):
+            return "gather"
+        if fault := triton_fault(own, num_heads):
+            log.warning("paged attention takes its portable form, its GPU kernel failed: %s", fault)
+            return "gather"
+        return "triton"
+    return "gather"
 
 
 def check_kv_cache_dtype(kv_cache_dtype: KVCacheDtype) -> None:
