@@ -1,9 +1,9 @@
 """Bytes that one device receives in a LoRA step, by the number of devices: `fsdp` from 4 to 256.
 
     python benchmarks/collective_bytes.py                       # minutes on 2 cores
-    python benchmarks/collective_bytes.py --slices v5e-4,v5e-16
+    python benchmarks/collective_bytes.py --slices v5e-4,v5e-64 --hidden 1024 --flags default
 
-The step of a Llama-shaped model (hidden 4,096, 4 layers), one row of 1,024 tokens a device, is
+The step of a Llama-shaped model (4 layers), one row of 1,024 tokens a device, is
 compiled by the real TPU compiler for each slice; bytes are read from its collectives, loops
 multiplied. The part of a weight that a device does not hold is (n - 1) / n of it: what is received
 may grow by that factor and by nothing else. Needs `pip install headrace[tpu]`.
@@ -26,7 +26,10 @@ def main() -> None:
     """Print a row for each slice."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slices", default=SLICES)
-    names = parser.parse_args().slices.split(",")
+    parser.add_argument("--hidden", type=int, default=4096, help="features of the model")
+    parser.add_argument("--flags", default="overlap", help="set of compiler flags")
+    given = parser.parse_args()
+    names = given.slices.split(",")
     first = None
     print(
         f"{'slice':<9} {'devices':>7} {'MiB received':>13} {'x n/(n-1)':>10} {'of the first':>13}"
@@ -35,11 +38,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         LlamaConfig(
             vocab_size=16384,
-            hidden_size=4096,
-            intermediate_size=8192,
+            hidden_size=given.hidden,
+            intermediate_size=2 * given.hidden,
             num_hidden_layers=4,
-            num_attention_heads=32,
-            num_key_value_heads=8,
+            num_attention_heads=given.hidden // 128,
+            num_key_value_heads=max(1, given.hidden // 512),
             dtype="bfloat16",
         ).save_pretrained(folder)
         for name in names:
@@ -50,6 +53,7 @@ def main() -> None:
                 max_length=1024,
                 per_device_train_batch_size=1,
                 activation_checkpointing="full",
+                compiler_flags=given.flags,
                 mesh={"fsdp": int(name.partition("-")[2])},
             )
             plan = make_plan(config, name)

@@ -23,6 +23,8 @@ _OVERLAP: dict[str, str | bool | int] = {
     "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
     "xla_tpu_overlap_compute_collective_tc": True,
     "xla_enable_async_all_gather": True,
+    # Gathers over many chips stay gathers: as sums of padded parts they move twice the bytes.
+    "xla_tpu_prefer_async_allgather_to_allreduce": True,
     # Whole gathers that overlap, in place of products cut into windows around a ring.
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1000000,
     "xla_tpu_enable_windowed_einsum_for_all_gather": False,
