@@ -94,7 +94,7 @@ def test_too_small_a_slice_and_wrong_sizes(tmp_path):
 
 
 def test_the_command(tmp_path, capsys):
-    recipe = ["plan", "--model_name_or_path", str(llama(tmp_path)), "--serve"]
+    recipe = ["plan", "--model_name_or_path", str(llama(tmp_path)), "--serve", "--no-compile"]
     assert (
         run([*recipe, "--slice", "v6e-1,h100-1", "--format", "json", "--kv-cache-dtype", "int8"])
         == 0

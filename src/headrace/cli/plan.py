@@ -78,8 +78,10 @@ def plan(
     names = _slices(slice_name, resolved.config)
     if not names and not search:
         raise ConfigError("no slice: give --slice v5p-8 (or several), plan.slice, or --search.")
-    if serve and (search or not names or html or picture):
-        raise ConfigError("--serve plans the slices of --slice, as text or JSON; no search, page.")
+    if serve and (search or not names or picture or all_flags):
+        raise ConfigError(
+            "--serve plans the slices of --slice; not with --search, --picture, --all-flags."
+        )
     if evaluate and (search or serve or all_flags):
         raise ConfigError(
             "--evaluate plans the slices of --slice; not with --search, --serve, --all-flags."
@@ -89,8 +91,11 @@ def plan(
         console.print(f"note: {note}", style="yellow", markup=False)
     if serve:
         traffic = {"prompt": prompt_tokens, "answer": answer_tokens, "streams": streams}
-        options = {"tensor": tensor, "kv_cache_dtype": kv_cache_dtype, "prices": prices}
-        return _serving(resolved.config, names, console, style, traffic, options)
+        return _serving(
+            resolved.config, names, console, style=style, traffic=traffic, html=html,
+            explain=explain, compile=compiled, tensor=tensor, kv_cache_dtype=kv_cache_dtype,
+            prices=prices,
+        )  # fmt: skip
     config = _evaluated(resolved.config) if evaluate else resolved.config
     measured = _measured(config, console)
     if search:
@@ -128,25 +133,47 @@ def _serving(
     config: TrainConfig,
     names: list[str],
     console: Console,
+    *,
     style: str,
     traffic: dict[str, int],
-    options: dict[str, Any],
+    html: str | None,
+    explain: bool,
+    **options: Any,
 ) -> int:
     from headrace.plan.report import show_serving
-    from headrace.plan.serving import Traffic, serving_plan
+    from headrace.plan.serving import ServingPlan, Traffic, make_serving_plan
 
     longest = max(config.max_length or 4096, traffic["prompt"] + traffic["answer"])
     asked = Traffic(**traffic, longest=longest)
-    quantization = config.quantization
-    plans = [
-        serving_plan(config, name, traffic=asked, quantization=quantization, **options)
-        for name in names
-    ]
+
+    def first(quick: ServingPlan) -> None:
+        if options["compile"] and quick.hardware.is_tpu and style == "text":
+            best = quick.load(quick.candidate.streams)
+            console.print(
+                f"first answer for {quick.hardware.name}, NOT COMPILED: "
+                f"{'fits' if quick.fits else 'does not fit'} with tensor {quick.tensor}, at best "
+                f"{best.token * 1e3:.1f} ms a token and {best.tokens_per_second:,.0f} tokens/s. "
+                "Compiling takes minutes.",
+                style="dim",
+                markup=False,
+            )
+
+    plans: list[ServingPlan] = []
+    for name in names:
+        with _Progress(console) as progress:
+            plan = make_serving_plan(
+                config, name, traffic=asked, quantization=config.quantization, say=progress.say,
+                first=first, **options,
+            )  # fmt: skip
+        plans.append(plan)
+        if style == "text":
+            show_serving(plan, console, explain=explain)
     if style == "json":
         _print_json(plans[0].as_json() if len(plans) == 1 else [p.as_json() for p in plans])
-    else:
-        for plan in plans:
-            show_serving(plan, console)
+    if html is not None:
+        from headrace.plan.page import serving_page
+
+        _write_page(html, serving_page(plans))
     return 0 if all(plan.fits for plan in plans) else EXIT_DOES_NOT_FIT
 
 
@@ -300,13 +327,17 @@ def _write_pictures(plans: list[Plan], html: str | None, picture: str | None) ->
     if html is not None:
         from headrace.plan.page import plan_page
 
-        Path(html).write_text(plan_page(plans), encoding="utf-8")
-        typer.echo(f"wrote {html}", err=True)
+        _write_page(html, plan_page(plans))
     if picture is not None:
         from headrace.plan.pictures import pareto_png
 
         Path(picture).write_bytes(pareto_png(plans))
         typer.echo(f"wrote {picture}", err=True)
+
+
+def _write_page(path: str, text: str) -> None:
+    Path(path).write_text(text, encoding="utf-8")
+    typer.echo(f"wrote {path}", err=True)
 
 
 class _Progress:

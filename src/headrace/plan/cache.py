@@ -25,7 +25,7 @@ PROGRAM_SETTINGS = (
     "lora_target_modules", "lora_target_parameters", "lora_modules_to_save", "use_rslora",
     "use_dora", "quantization", "max_grad_norm", "weight_decay", "sharding_overrides",
 )  # fmt: skip
-_ROOMS = ("bridge", "kernels", "sharding", "train", "plan")
+_ROOMS = ("bridge", "kernels", "sharding", "train", "plan", "serve")
 
 
 def cache_folder(folder: str | Path | None = None) -> Path:

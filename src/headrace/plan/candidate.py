@@ -81,6 +81,32 @@ class Candidate:
         return " x ".join(parts) or "one device"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerCandidate:
+    """One way to serve: `tensor` devices of a slice share one copy of the model.
+
+    streams: answers that a copy writes at once. longest: most tokens of a prompt and its answer.
+    prompt, answer: their mean tokens. quantization, kv_cache_dtype: as of the engine.
+    """
+
+    slice_name: str
+    tensor: int
+    streams: int
+    longest: int
+    prompt: int
+    answer: int
+    quantization: str | None = None
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    work: Literal["serve"] = "serve"
+
+    @property
+    def hardware(self) -> Slice:
+        return parse_slice(self.slice_name)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 def check_mesh(mesh: Mapping[str, Any], hardware: Slice) -> dict[str, int]:
     """The mesh of a configuration for a slice. ConfigError when it does not multiply to it."""
     unknown = [name for name in mesh if name not in AXES]

@@ -22,7 +22,7 @@ from headrace.plan.program import CapturedModel, LoweredStep, lower_step
 from headrace.plan.replay import Assumptions, Timeline, replay
 from headrace.plan.topology import without_compilation_cache
 from headrace.train.compiler_flags import FLAG_SETS
-from headrace.train.memory import refused_bytes
+from headrace.train.memory import local_bytes, refused_bytes
 
 Say = Callable[[str], None]
 
@@ -48,7 +48,7 @@ def compile_candidate(
     found = known(program)
     if found is not None:
         return found
-    arguments = {name: _local_bytes(tree) for name, tree in step.arguments.items()}
+    arguments = {name: local_bytes(tree) for name, tree in step.arguments.items()}
     options = dict(FLAG_SETS[candidate.flags])
     say(f"compiling for {candidate.slice_name}, flags {candidate.flags}")
     start = time.perf_counter()
@@ -73,14 +73,13 @@ def compile_candidate(
             "memory": memory,
             "hbm_bytes_per_chip": sum(memory.values()),
             "compile_seconds": time.perf_counter() - start,
-            "refusal": _first_line(str(error)),
+            "refusal": first_line(str(error)),
         }
     report["compile_seconds"] = time.perf_counter() - start
     say("replaying the schedule")
     text = compiled.as_text()
     if keep_text:
-        Path(keep_text).mkdir(parents=True, exist_ok=True)
-        (Path(keep_text) / f"{program}.hlo").write_text(text, encoding="utf-8")
+        keep_program(text, Path(keep_text), program)
     module = parse_module(text)
     timeline = replay(
         module,
@@ -102,6 +101,12 @@ def compile_candidate(
     )
 
 
+def keep_program(text: str, folder: Path, name: str) -> None:
+    """Write a compiled program's text as `name`.hlo."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.hlo").write_text(text, encoding="utf-8")
+
+
 def program_hash(lowered: Any, candidate: Candidate) -> str:
     """Names a program, its slice and flags, and the compiler."""
     from importlib.metadata import version
@@ -110,15 +115,6 @@ def program_hash(lowered: Any, candidate: Candidate) -> str:
     parts = (candidate.hardware.topology_name, sorted(FLAG_SETS[candidate.flags].items()))
     digest.update(repr((*parts, version("jax"), version("libtpu"))).encode())
     return digest.hexdigest()[:24]
-
-
-def _local_bytes(tree: Any) -> int:
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
-        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-        total += math.prod(shape) * leaf.dtype.itemsize
-    return total
 
 
 def memory_by_cause(stats: Any, arguments: Mapping[str, int], module: Module) -> dict[str, int]:
@@ -243,5 +239,6 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _first_line(message: str) -> str:
+def first_line(message: str) -> str:
+    """Of a compiler's message, 300 characters at most."""
     return message.strip().split("\n")[0][:300]

@@ -24,16 +24,17 @@ from headrace.plan.cache import (
     request_key,
     write_report,
 )
-from headrace.plan.candidate import Candidate
+from headrace.plan.candidate import Candidate, ServerCandidate
 
 Say = Callable[[str], None]
+AnyCandidate = Candidate | ServerCandidate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """A candidate's compiled report, or why there is none."""
 
-    candidate: Candidate
+    candidate: AnyCandidate
     report: dict[str, Any] | None = None
     error: str | None = None
     cached: bool = False
@@ -41,7 +42,7 @@ class Answer:
 
 def compile_all(
     config: TrainConfig,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[AnyCandidate],
     *,
     model_config: Mapping[str, Any],
     num_labels: int | None = None,
@@ -51,7 +52,8 @@ def compile_all(
     say: Say = lambda text: None,
     keep_text: str | None = None,
 ) -> list[Answer]:
-    """Reports in the order of the candidates. Minutes for each that is not in the cache.
+    """Reports in the order of the candidates, all of one kind. Minutes for each that is not in the
+    cache.
 
     Raises PlanError when a worker dies or the model cannot be captured at all.
     """

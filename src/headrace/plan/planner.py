@@ -365,14 +365,17 @@ def compiled_plans(
         say=say,
         keep_text=keep_text,
     )
-    return [_from_answer(subject, answer) for answer in answers]
+    return [
+        _from_answer(subject, candidate, answer)
+        for candidate, answer in zip(candidates, answers, strict=True)
+    ]
 
 
-def _from_answer(subject: Subject, answer: Answer) -> Plan:
-    base = analytic_plan(subject, answer.candidate, why_not=answer.error or "")
+def _from_answer(subject: Subject, candidate: Candidate, answer: Answer) -> Plan:
+    base = analytic_plan(subject, candidate, why_not=answer.error or "")
     return Plan(
         subject=subject,
-        candidate=answer.candidate,
+        candidate=candidate,
         estimate=base.estimate,
         workload=base.workload,
         price=base.price,

@@ -11,7 +11,7 @@ Knows: bridge, train, sharding. Does not know: compiling, time, money.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,27 +61,9 @@ def capture_model(config: TrainConfig, *, num_labels: int = 2) -> CapturedModel:
         raise ConfigError(
             f"task {config.task} has only the analytic plan; compiled are {PLANNED_TASKS}"
         )
-    from transformers import AutoConfig
-
-    found: Any = AutoConfig.from_pretrained(
-        str(config.model_name_or_path),
-        revision=config.model_revision,
-        trust_remote_code=config.trust_remote_code,
+    module, notes = capture_deep(
+        config, lambda found: _captured(_model(found, config, num_labels), config)
     )
-    text = found.get_text_config() if hasattr(found, "get_text_config") else found
-    depth, period = _repeats(text)
-    if depth > KEPT_PERIODS:
-        _shorten(text, depth, period)
-    module = _captured(_model(found, config, num_labels), config)
-    notes: tuple[str, ...] = ()
-    if depth > KEPT_PERIODS:
-        stretched = _stretch(module, depth - KEPT_PERIODS)
-        if stretched is None:
-            full = AutoConfig.from_pretrained(str(config.model_name_or_path))
-            module = _captured(_model(full, config, num_labels), config)
-            notes = ("every layer was captured: they do not run as one loop",)
-        else:
-            module = stretched
     sizes = _stored_sizes(module)
     return CapturedModel(
         module=module,
@@ -89,6 +71,35 @@ def capture_model(config: TrainConfig, *, num_labels: int = 2) -> CapturedModel:
         num_params=sum(sizes.values()),
         num_trainable=sum(sizes[key] for key in module.layout.trainable),
         notes=notes,
+    )
+
+
+def capture_deep(
+    config: TrainConfig, capture: Callable[[Any], JaxModule]
+) -> tuple[JaxModule, tuple[str, ...]]:
+    """`capture` of the model's configuration, its repeated layers three times over and their loop
+    stretched; of all layers where they do not run as one loop, which the notes then say.
+    """
+    found = _model_config(config)
+    text = found.get_text_config() if hasattr(found, "get_text_config") else found
+    depth, period = _repeats(text)
+    if depth <= KEPT_PERIODS:
+        return capture(found), ()
+    _shorten(text, depth, period)
+    stretched = _stretch(capture(found), depth - KEPT_PERIODS)
+    if stretched is not None:
+        return stretched, ()
+    note = "every layer was captured: they do not run as one loop"
+    return capture(_model_config(config)), (note,)
+
+
+def _model_config(config: TrainConfig) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(
+        str(config.model_name_or_path),
+        revision=config.model_revision,
+        trust_remote_code=config.trust_remote_code,
     )
 
 
@@ -327,4 +338,11 @@ def _batch(config: TrainConfig, candidate: Candidate) -> dict[str, jax.ShapeDtyp
     }
 
 
-__all__ = ["PLANNED_TASKS", "CapturedModel", "LoweredStep", "capture_model", "lower_step"]
+__all__ = [
+    "PLANNED_TASKS",
+    "CapturedModel",
+    "LoweredStep",
+    "capture_deep",
+    "capture_model",
+    "lower_step",
+]

@@ -11,6 +11,8 @@ Times of single instructions:
                        (the compiler's cycles for streaming work are 2 to 12 times too many);
                        not less than the vector unit needs for their arithmetic
   attention kernels    visible blocks x matmuls of the kernel over a measured share of the peak
+  paged attention      keys and values that it copies over 85 % of the bandwidth (arXiv:2604.15464
+                       measured up to 86 % in decode), or its products if they take longer
   collectives          bytes over the links the algorithm uses, plus 1 us a hop
 Why not XLA's own cost analysis: it counts a loop once, gives kernels nothing, prices a collective
 as HBM bytes, and its seconds can be negative.
@@ -27,6 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headrace.kernels.paged_tpu import KEYS_A_BLOCK, QUERIES_A_BLOCK
 from headrace.plan.analytic import RATES
 from headrace.plan.hardware import Slice
 from headrace.plan.hlo import (
@@ -70,19 +73,38 @@ _VECTOR_WORK: Mapping[str, float] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class PagedRead:
+    """What a serving step reads of its cache, which no program says: it is in the page tables.
+
+    decode: rows of one query, whose sequences have `context` keys. Every other row is `block`
+    queries of a prompt and sees `prompt` keys, itself included.
+    """
+
+    decode: int
+    context: int
+    block: int
+    prompt: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Assumptions:
     """Constants that no compiler output gives; none is fitted to a single published run.
 
     hbm_share: achieved over data-sheet bandwidth of streaming work (copy benchmarks: 0.83 on v6e,
     0.87 on v7x). vmem_over_hbm: on-chip memory's bandwidth (JAX scaling book: about 22).
     hop_seconds: what a link adds to a collective. causal: whether square attention block grids
-    are triangles. The splash kernels' shares of the peak are those of the analytic model.
+    are triangles. The splash kernels' shares of the peak are those of the analytic model; products
+    of the paged kernel are given the forward one. paged: what a serving step reads of its cache.
+    longest_branch: a conditional takes its longest branch, else its shortest (a server whose
+    requests ask for nothing special).
     """
 
     hbm_share: float = 0.85
     vmem_over_hbm: float = 22.0
     hop_seconds: float = 1e-6
     causal: bool = True
+    paged: PagedRead | None = None
+    longest_branch: bool = True
 
 
 @dataclass(kw_only=True)
@@ -233,7 +255,8 @@ class _Replay:
         if not named:
             named = " ".join(re.findall(r"(?:true|false)_computation=(%[\w.\-]+)", text))
         branches = [b for b in re.findall(r"%([\w.\-]+)", named) if b in self.module.computations]
-        return max((self.walk(b, times / len(branches)) for b in branches), default=0.0)
+        choose = max if self.assumptions.longest_branch else min
+        return choose((self.walk(b, times / len(branches)) for b in branches), default=0.0)
 
     def _finish(self, each: Instruction, lane: _Lane, times: float) -> None:
         source = each.operands[0] if each.operands else ""
@@ -475,6 +498,9 @@ class _Replay:
         ]
         _, hbm_bytes = _sums([*operands, *each.shapes])
         flops, share = self.attention_flops(each, operands)
+        if self.assumptions.paged is not None and "ragged_paged_attention" in each.name:
+            flops, hbm_bytes = _paged_work(self.assumptions.paged, operands)
+            share, _ = RATES[self.chip.name].attention_at(operands[-1].sizes[-1])
         streaming = hbm_bytes / (self.chip.hbm_bandwidth * self.assumptions.hbm_share)
         if not flops:
             name = re.sub(r"[.\d]+$", "", each.name)
@@ -559,6 +585,34 @@ def _sums(shapes: list[ArrayShape]) -> tuple[float, float]:
     return total, sum(shape.num_bytes for shape in shapes if shape.space == HBM)
 
 
+def _paged_work(read: PagedRead, operands: list[ArrayShape]) -> tuple[float, float]:
+    """(FLOPs, HBM bytes) of jax's ragged paged attention kernel.
+
+    For every pair of a block of queries and a row that has queries in it, the kernel copies the
+    row's keys and values, whole blocks of them, and multiplies them with all queries of the block.
+    It masks what a window hides, but does not skip it.
+    """
+    tables = next(s for s in operands if s.dtype == "s32" and len(s.sizes) == 2)
+    queries, pages = operands[-2], operands[-1]
+    tokens, heads, head = queries.sizes
+    block = min(tables.sizes[1] * pages.sizes[1], KEYS_A_BLOCK)
+    rows = tables.sizes[0] - read.decode
+    starts = [read.decode + read.block * i for i in range(rows)]
+    pairs = sum(
+        (start + read.block - 1) // QUERIES_A_BLOCK - start // QUERIES_A_BLOCK + 1
+        for start in starts
+    )
+    keys = read.decode * _whole_blocks(read.context, block)
+    keys += pairs * _whole_blocks(read.prompt, block)
+    a_key = pages.num_bytes / math.prod(pages.sizes[:2])
+    flops = 4.0 * head * heads * min(tokens, QUERIES_A_BLOCK) * keys
+    return flops, keys * a_key + 2 * queries.num_bytes
+
+
+def _whole_blocks(keys: int, block: int) -> int:
+    return -(-keys // block) * block
+
+
 def _source(
     computation: Computation, fusion: Instruction, parameter: Instruction
 ) -> Instruction | None:
@@ -581,9 +635,11 @@ def _partial_use(
         users = inside.users.get(name, [])
     if users and all(u.op in ("dynamic-slice", "slice", "gather") for u in users):
         return [shape for user in users for shape in user.shapes], None
-    updates = [u for u in users if u.op == "dynamic-update-slice" and u.operands[0] == name]
+    # operand of the update: dynamic-update-slice(x, update, ...), scatter(x, places, update)
+    places = {"dynamic-update-slice": 1, "scatter": 2}
+    updates = [u for u in users if u.op in places and u.operands[0] == name]
     if updates and len(updates) == len(users):
-        written = [inside.by_name.get(u.operands[1]) for u in updates]
+        written = [inside.by_name.get(u.operands[places[u.op]]) for u in updates]
         return None, float(sum(s.num_bytes for w in written if w is not None for s in w.shapes))
     return None, None
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from headrace.plan.planner import Plan
 from headrace.plan.search import Found
-from headrace.plan.serving import PUBLISHED, ServingPlan
+from headrace.plan.serving import ServingPlan
 
 GIB = 2**30
 _BAR = 26
@@ -237,7 +237,7 @@ def _row(plan: Plan, is_pareto: bool) -> Sequence[str]:
     )
 
 
-def show_serving(plan: ServingPlan, console: Console) -> None:
+def show_serving(plan: ServingPlan, console: Console, *, explain: bool = False) -> None:
     """A serving plan: memory of a device, then a row for each number of streams."""
     copies = f", {plan.replicas} copies" if plan.replicas > 1 else ""
     traffic = plan.traffic
@@ -247,31 +247,66 @@ def show_serving(plan: ServingPlan, console: Console) -> None:
         style="bold",
         markup=False,
     )
-    console.print("  NOT COMPILED, analytic model: what the chips could do", markup=False)
-    limit = plan.hardware.chip.hbm_bytes
+    how = "NOT COMPILED, analytic model: what the chips could do"
+    if plan.report is not None:
+        how = f"compiled in {plan.report['compile_seconds']:.0f} s"
+    console.print(f"  {how}{' (from the cache)' if plan.cached else ''}", markup=False)
+    if plan.why_not:
+        console.print(f"  why: {plan.why_not}", style="yellow", markup=False)
+    _serving_memory(plan, console)
+    if plan.changes:
+        _serving_changes(plan, console)
+    if plan.cache_tokens and (plan.timed or not plan.compiled):
+        _serving_loads(plan, console)
+    for line in (plan.report or {}).get("notes", []):
+        console.print(f"  note: {line}", style="dim", markup=False)
+    if explain:
+        console.print("\nWhere the numbers come from", style="bold")
+        for line in serving_explanation(plan):
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _serving_memory(plan: ServingPlan, console: Console) -> None:
+    limit, used = plan.hardware.chip.hbm_bytes, sum(plan.memory.values())
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     console.print(
-        f"\nMemory of a device: {limit / GIB:.2f} GiB, {verdict}: {plan.cache_tokens:,} tokens of "
-        f"cache, {plan.most_streams:,} streams a copy",
+        f"\nMemory of a device: {used / GIB:.2f} of {limit / GIB:.2f} GiB, {verdict}: "
+        f"{plan.cache_tokens:,} tokens of cache have room, {plan.most_streams:,} streams a copy",
         style="bold" if plan.fits else "bold red",
         markup=False,
     )
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, size in plan.memory.items():
-        table.add_row(f"  {name}", f"{size / GIB:8.2f} GiB", _bar(size / limit))
+        if size >= 2**20:
+            table.add_row(f"  {name}", f"{size / GIB:8.2f} GiB", _bar(size / limit))
     console.print(table)
-    if not plan.cache_tokens:
-        return
-    low, high = PUBLISHED
+    report = plan.report or {}
+    if report.get("cache_tokens"):
+        console.print(
+            f"  The engine takes {report['cache_tokens']:,} tokens of cache in pages of "
+            f"{report['engine']['page_size']} (attention: {', '.join(report['attention'])}).",
+            markup=False,
+        )
+    if report.get("refusal"):
+        console.print(f"  {report['refusal']}", markup=False, style="red")
+
+
+def _serving_changes(plan: ServingPlan, console: Console) -> None:
+    console.print("\nSmallest changes that make it fit", style="bold")
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for change in plan.changes:
+        verdict = "fits" if change.plan.fits else "does not fit"
+        verdict = f"compiled: {verdict}" if change.plan.compiled else "not compiled"
+        size = sum(change.plan.memory.values())
+        table.add_row(f"  {change.text}", f"{size / GIB:.2f} GiB", verdict)
+    console.print(table)
+
+
+def _serving_loads(plan: ServingPlan, console: Console) -> None:
+    low, high = plan.published
     table = Table(box=None, pad_edge=False)
-    for name in (
-        "  streams a copy",
-        "first token",
-        "a token",
-        "tokens/s",
-        "$/M tokens",
-        "bound by",
-    ):
+    names = ("  streams a copy", "first token", "a token", "tokens/s", "$/M tokens", "bound by")
+    for name in names:
         table.add_column(name, justify="right")
     for each in plan.loads():
         usd = plan.usd_per_million(each)
@@ -279,11 +314,57 @@ def show_serving(plan: ServingPlan, console: Console) -> None:
             f"{each.streams}", in_seconds(each.first), in_seconds(each.token),
             f"{each.tokens_per_second:,.0f}", unknown(usd, "{:.2f}"), each.bound,
         )  # fmt: skip
-    console.print("\nAt best, whole slice:", style="bold")
+    title = "By the compiled schedules" if plan.timed else "At best"
+    console.print(f"\n{title}, whole slice:", style="bold")
     console.print(table)
+    if plan.timed and plan.report is not None:
+        report = plan.report
+        console.print(
+            f"  A step in which every stream gets a token: {in_seconds(report['decode_seconds'])}; "
+            f"with {report['prompt_tokens_a_step']:,} prompt tokens beside it: "
+            f"{in_seconds(report['prompt_step_seconds'])}.",
+            markup=False,
+        )
+        for name, part in _longest(report["programs"]["decode step"]["parts"]):
+            console.print(f"    {name}: {part['seconds'] * 1e3:.2f} ms, {part['bound']}")
     console.print(
         f"  Measured servers took {low:g} to {high:g} times as long a token "
         "(docs/planning.md). No queue counted.",
         style="dim",
         markup=False,
     )
+
+
+def _longest(parts: dict[str, Any]) -> list[tuple[str, Any]]:
+    return sorted(parts.items(), key=lambda kv: -kv[1]["seconds"])[:5]
+
+
+def serving_explanation(plan: ServingPlan) -> list[str]:
+    """Where the numbers of a serving plan come from."""
+    chip = plan.hardware.chip
+    if not plan.timed:
+        lines = [
+            "memory and time: sums over the matrices of config.json (plan/serving.py); nothing was "
+            "compiled",
+        ]
+    else:
+        lines = [
+            "memory: weights, cache and penalties from their shards; temporaries (the largest "
+            "program's), results and code from XLA's account of the compiled programs",
+            "cache: tokens that have room beside all of that; the engine takes 80 % of what the "
+            "weights leave, and no more than all streams at full length",
+            "time: the schedules of the decode step, the step with prompts and the sampler, "
+            "replayed; paged attention copies the keys and values of "
+            f"{plan.traffic.prompt + plan.traffic.answer // 2:,} tokens a stream at 85 % of the "
+            "HBM bandwidth, or takes as long as its products at the attention kernels' share of "
+            "the peak",
+            "a token: its own step, and its share of the steps that compute prompts",
+        ]
+    low, high = plan.published
+    return [
+        *lines,
+        f"range: measured servers over this model, {low:g} to {high:g} (docs/planning.md)",
+        f"price: {plan.price.source}",
+        f"{chip.name}: {chip.flops / 1e12:,.0f} bf16 TFLOP/s, HBM {chip.hbm_bandwidth / 1e9:,.0f} "
+        f"GB/s, {chip.hbm_bytes / GIB:.2f} GiB a program may use",
+    ]

@@ -1,27 +1,34 @@
 """What serving a model on a slice needs, how fast it can answer and what a million tokens cost.
 
-Analytic only, and marked so: a decode step reads every weight and all keys and values of the
-running sequences once, computes on them, and sums activations over the chips of one replica; a
-prompt is matrix products and attention. Engines reach a part of that: `PUBLISHED` says how much
+At once the analytic answer, marked so: a decode step reads every weight and all keys and values of
+the running sequences once, computes on them, and sums activations over the chips of one replica; a
+prompt is matrix products and attention. Then, on TPU slices, the engine's own programs, compiled
+and replayed. Engines reach a part of either: `PUBLISHED` and `PUBLISHED_COMPILED` say how much
 longer measured servers took, and ranges carry it.
 
-Knows: model shapes, chips. Does not know: engines, requests' arrival.
+Knows: model shapes, chips, compiled reports. Does not know: programs, requests' arrival.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 from headrace.config import TrainConfig
 from headrace.errors import ConfigError
 from headrace.plan.analytic import ITEM_BYTES, RATES
-from headrace.plan.hardware import Slice, parse_slice
+from headrace.plan.candidate import ServerCandidate
+from headrace.plan.compiler import Say, compile_all
+from headrace.plan.hardware import Slice, all_slices, parse_slice
 from headrace.plan.prices import Price, read_prices, slice_price
 from headrace.plan.shape import LayerKind, ModelShape, model_shape, read_model_config
+from headrace.plan.topology import compiler_obstacle
 
 PUBLISHED = (1.15, 2.8)  # measured over modelled time a token, see docs/planning.md
+PUBLISHED_COMPILED = (0.9, 2.5)  # measured over replayed, likewise
 _SUM_SECONDS = 5e-6  # assumed: least time of one all-reduce between neighbours
 _WORKSPACE = 0.08  # assumed: share of the memory for programs, activations, logits
 _STREAMS = (1, 8, 16, 32, 64, 128, 256, 512)
@@ -54,17 +61,47 @@ class Load:
 class ServingPlan:
     """tensor: chips that share one copy of the model; replicas: copies on the slice. item: bytes of
     a weight; activation: bytes of an activation, and of a cached number unless kv_cache_dtype is
-    int8.
+    int8. report: the compiled one, None when only the analytic model ran; then `why_not` says why.
     """
 
     shape: ModelShape
     hardware: Slice
     traffic: Traffic
     price: Price
+    prices: Mapping[str, Price]
     tensor: int
     item: int
     activation: int
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    quantization: str | None = None
+    report: Mapping[str, Any] | None = None
+    why_not: str = ""
+    cached: bool = False
+    changes: tuple[ServingChange, ...] = ()
+
+    @property
+    def candidate(self) -> ServerCandidate:
+        """One copy, as the compiler is asked about it."""
+        traffic = self.traffic
+        return ServerCandidate(
+            slice_name=self.hardware.name,
+            tensor=self.tensor,
+            streams=-(-traffic.streams // self.replicas),
+            longest=max(traffic.longest, traffic.prompt + traffic.answer),
+            prompt=traffic.prompt,
+            answer=traffic.answer,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+    @property
+    def compiled(self) -> bool:
+        return self.report is not None
+
+    @property
+    def timed(self) -> bool:
+        """Whether times are replays of compiled programs."""
+        return self.report is not None and "decode_seconds" in self.report
 
     @property
     def replicas(self) -> int:
@@ -82,7 +119,9 @@ class ServingPlan:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the cache of one replica holds; 0 when the weights leave no room."""
+        """Tokens that the cache of one replica may hold; 0 when the weights leave no room."""
+        if self.report is not None:
+            return int(self.report.get("cache_tokens_that_fit", 0))
         room = (1 - _WORKSPACE) * self.hardware.chip.hbm_bytes - self.weights
         return max(0, int(room // max(self.token_bytes, 1)))
 
@@ -94,12 +133,17 @@ class ServingPlan:
     @property
     def fits(self) -> bool:
         """Whether the longest sequence, and the wanted streams of mean length, have room."""
+        if self.report is not None:
+            return bool(self.report["fits"])
         wanted = -(-self.traffic.streams // self.replicas)
         return self.cache_tokens >= self.traffic.longest and self.most_streams >= wanted
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Bytes of one device."""
+        """Bytes of one device. Analytic: the cache takes what is left; compiled: what the engine
+        gives it."""
+        if self.report is not None:
+            return self.report["memory"]
         limit = self.hardware.chip.hbm_bytes
         return {
             "weights": self.weights,
@@ -137,8 +181,35 @@ class ServingPlan:
             )[0],
         )
 
+    def compiled_load(self) -> Load:
+        """The wanted streams by the replay. While `answer` tokens are written by each stream, the
+        prompts that follow them are computed in steps of the engine's size, which give every stream
+        a token too."""
+        assert self.report is not None
+        report, traffic, streams = self.report, self.traffic, self.candidate.streams
+        size = report["prompt_tokens_a_step"]
+        prompts = streams * traffic.prompt / size
+        alone = max(0.0, traffic.answer - prompts)
+        seconds = alone * report["decode_seconds"] + prompts * report["prompt_step_seconds"]
+        token = seconds / traffic.answer
+        return Load(
+            streams=streams,
+            step=report["decode_seconds"],
+            token=token,
+            first=-(-traffic.prompt // size) * report["prompt_step_seconds"],
+            tokens_per_second=streams / token * self.replicas,
+            bound=_bound(report["programs"]["decode step"]["parts"]),
+        )
+
+    @property
+    def published(self) -> tuple[float, float]:
+        """How many times as long measured servers took a token."""
+        return PUBLISHED_COMPILED if self.timed else PUBLISHED
+
     def loads(self) -> list[Load]:
-        """From one stream to what fits."""
+        """Compiled: the wanted streams. Analytic: from one stream to what fits."""
+        if self.timed:
+            return [self.compiled_load()]
         most = max(1, self.most_streams)
         sizes = sorted({s for s in _STREAMS if s <= most} | {min(most, _STREAMS[-1])})
         return [self.load(s) for s in sizes]
@@ -186,12 +257,17 @@ class ServingPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Every number of the plan, with plain names."""
-        low, high = PUBLISHED
+        low, high = self.published
+        report = self.report or {}
         return {
             "slice": self.hardware.name,
             "model": self.shape.name,
-            "compiled": False,
+            "compiled": self.compiled,
+            "not_compiled_because": self.why_not,
+            "cached": self.cached,
             "fits": self.fits,
+            "refusal": report.get("refusal"),
+            "hbm_bytes_available": self.hardware.chip.hbm_bytes,
             "tensor_parallel_size": self.tensor,
             "replicas": self.replicas,
             "hbm_bytes_per_device": dict(self.memory),
@@ -211,7 +287,133 @@ class ServingPlan:
                 for each in self.loads()
             ],
             "usd_per_hour": self.price.on_demand,
+            "decode_seconds": report.get("decode_seconds"),
+            "prompt_step_seconds": report.get("prompt_step_seconds"),
+            "prompt_tokens_a_step": report.get("prompt_tokens_a_step"),
+            "attention": report.get("attention"),
+            "engine": report.get("engine"),
+            "parts": {name: each["parts"] for name, each in report.get("programs", {}).items()},
+            "compile_seconds": report.get("compile_seconds"),
+            "program": report.get("program"),
+            "notes": report.get("notes", []),
+            "changes": [
+                {"change": each.text, "fits": each.plan.fits, "compiled": each.plan.compiled}
+                for each in self.changes
+            ],
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingChange:
+    """A way to make a server fit, and its plan."""
+
+    text: str
+    plan: ServingPlan
+
+
+def make_serving_plan(
+    config: TrainConfig,
+    slice_name: str,
+    *,
+    compile: bool = True,
+    say: Say = lambda text: None,
+    first: Callable[[ServingPlan], None] = lambda plan: None,
+    cache: str | Path | None = None,
+    keep_text: str | None = None,
+    **options: Any,
+) -> ServingPlan:
+    """`serving_plan`, and then the engine's programs compiled for the slice. Minutes.
+
+    first: called with the analytic plan at once. options: of `serving_plan`. Where nothing can be
+    compiled the plan is the analytic one and says why. When it does not fit, `changes` say what
+    would, each compiled.
+    """
+    quick = serving_plan(config, slice_name, **options)
+    first(quick)
+    why_not = "" if compile else "the analytic model was asked for"
+    if compile and not quick.hardware.is_tpu:
+        why_not = "GPU programs are not compiled ahead of time"
+    why_not = why_not or (compiler_obstacle() or "" if compile else "")
+    if why_not:
+        return replace(quick, why_not=why_not)
+    ask = partial(_compiled, config, say=say, cache=cache, keep_text=keep_text)
+    found = ask([quick])[0]
+    if found.fits or not found.compiled:
+        return found
+    changes = _changes(quick)
+    plans = ask([each.plan for each in changes])
+    checked = (replace(c, plan=p) for c, p in zip(changes, plans, strict=True))
+    return replace(found, changes=tuple(sorted(checked, key=lambda c: not c.plan.fits)))
+
+
+def _compiled(
+    config: TrainConfig,
+    plans: Sequence[ServingPlan],
+    *,
+    say: Say,
+    cache: str | Path | None,
+    keep_text: str | None,
+) -> list[ServingPlan]:
+    if not plans:
+        return []
+    answers = compile_all(
+        config,
+        [plan.candidate for plan in plans],
+        model_config=read_model_config(str(config.model_name_or_path), config.model_revision),
+        cache=cache,
+        say=say,
+        keep_text=keep_text,
+    )
+    return [
+        replace(plan, report=each.report, why_not=each.error or "", cached=each.cached)
+        for plan, each in zip(plans, answers, strict=True)
+    ]
+
+
+def _changes(plan: ServingPlan) -> list[ServingChange]:
+    """Up to three changes after which it fits by the analytic model, the cheapest first."""
+    traffic, found = plan.traffic, list[ServingChange]()
+
+    def offer(text: str, changed: ServingPlan) -> None:
+        if changed.fits:
+            found.append(ServingChange(text=text, plan=changed))
+
+    heads = [kind.heads for kind in plan.shape.layers]
+    for size in _tensor_sizes(plan.hardware, heads):
+        if size > plan.tensor and plan.quantization is None:
+            offer(f"--tensor {size}", replace(plan, tensor=size))
+            break
+    mean = traffic.prompt + traffic.answer
+    if traffic.longest > mean:
+        offer(f"--max_length {mean}", replace(plan, traffic=replace(traffic, longest=mean)))
+    fewer = replace(traffic, streams=max(1, traffic.streams // 2))
+    if fewer != traffic:
+        offer(f"--streams {fewer.streams}", replace(plan, traffic=fewer))
+    chip = plan.hardware.chip
+    for each in all_slices().values():
+        if each.chip is chip and each.num_chips > plan.hardware.num_chips:
+            size = max(_tensor_sizes(each, heads)) if plan.quantization is None else 1
+            price = slice_price(each, plan.prices)
+            text = f"--slice {each.name} --tensor {size}"
+            offer(text, replace(plan, hardware=each, tensor=size, price=price))
+            break
+    return found[:3]
+
+
+def _bound(parts: Mapping[str, Any]) -> str:
+    shares: dict[str, float] = {}
+    for part in parts.values():
+        shares[part["bound"]] = shares.get(part["bound"], 0.0) + part["seconds"]
+    return max(shares, key=lambda name: shares[name])
+
+
+def _tensor_sizes(hardware: Slice, heads: Sequence[int]) -> list[int]:
+    """Devices that may share a copy: they divide the slice and the heads."""
+    return [
+        n
+        for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+        if hardware.num_devices % n == 0 and all(h % n == 0 for h in heads)
+    ]
 
 
 def serving_plan(
@@ -221,7 +423,7 @@ def serving_plan(
     traffic: Traffic = Traffic(),
     tensor: int | None = None,
     quantization: str | None = None,
-    kv_cache_dtype: str = "auto",
+    kv_cache_dtype: Literal["auto", "int8"] = "auto",
     prices: str | None = None,
 ) -> ServingPlan:
     """The plan of a model folder or hub model on a slice; reads config.json only.
@@ -245,7 +447,8 @@ def serving_plan(
         raise ConfigError(f"{shape.name} is an encoder; a serving plan is for models that write.")
     hardware = parse_slice(slice_name)
     activation = ITEM_BYTES.get(shape.dtype if config.dtype == "auto" else config.dtype, 2)
-    price = slice_price(hardware, read_prices(prices))
+    known_prices = read_prices(prices)
+    price = slice_price(hardware, known_prices)
 
     def of(size: int) -> ServingPlan:
         return ServingPlan(
@@ -257,14 +460,12 @@ def serving_plan(
             item=1 if quantization else activation,
             activation=activation,
             kv_cache_dtype=kv_cache_dtype,
+            quantization=quantization,
+            prices=known_prices,
         )
 
     heads = [kind.heads for kind in shape.layers]
-    sizes = [
-        n
-        for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)
-        if hardware.num_devices % n == 0 and all(h % n == 0 for h in heads)
-    ]
+    sizes = _tensor_sizes(hardware, heads)
     if tensor is not None and tensor not in sizes:
         raise ConfigError(
             f"tensor {tensor} does not divide {hardware.num_devices} devices and "
@@ -285,4 +486,13 @@ def _weights_read(kind: LayerKind, tokens: int) -> float:
     )
 
 
-__all__ = ["PUBLISHED", "Load", "ServingPlan", "Traffic", "serving_plan"]
+__all__ = [
+    "PUBLISHED",
+    "PUBLISHED_COMPILED",
+    "Load",
+    "ServingChange",
+    "ServingPlan",
+    "Traffic",
+    "make_serving_plan",
+    "serving_plan",
+]

@@ -14,10 +14,16 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.plan.topology import prepare_environment
+
+if TYPE_CHECKING:
+    from headrace.config import TrainConfig
+
+Compiling = Callable[..., dict[str, Any]]
 
 
 def main() -> int:
@@ -48,22 +54,21 @@ def _answer(request: dict[str, Any], send: Any) -> None:
     from headrace.config import TrainConfig
     from headrace.errors import HeadraceError
     from headrace.plan.cache import read_report, write_report
-    from headrace.plan.candidate import Candidate
-    from headrace.plan.compiled import compile_candidate
-    from headrace.plan.program import capture_model
 
     config = TrainConfig(**request["config"])
     folder = Path(request["cache"])
     send(stage="capturing the model")
     start = time.perf_counter()
-    captured = capture_model(config, num_labels=int(request.get("num_labels") or 2))
+    if request["candidates"][0]["work"] == "serve":
+        compiling = _server(config)
+    else:
+        labels, share = request.get("num_labels"), request.get("supervised_share")
+        compiling = _step(config, int(labels or 2), float(share or 1.0))
     seconds = time.perf_counter() - start
     for index, given in enumerate(request["candidates"]):
         try:
-            report = compile_candidate(
-                captured,
-                Candidate(**given),
-                supervised_share=float(request.get("supervised_share") or 1.0),
+            report = compiling(
+                given,
                 known=lambda program: read_report(f"program-{program}", folder),
                 say=lambda text: send(stage=text),
                 keep_text=request.get("keep_text"),
@@ -71,8 +76,42 @@ def _answer(request: dict[str, Any], send: Any) -> None:
         except HeadraceError as error:
             send(index=index, error=str(error), kind=type(error).__name__)
             continue
-        write_report(f"program-{report['program']}", report, folder)
+        if report["program"]:
+            write_report(f"program-{report['program']}", report, folder)
         send(index=index, report={**report, "capture_seconds": seconds})
+
+
+def _step(config: TrainConfig, num_labels: int, supervised_share: float) -> Compiling:
+    """Captures the model to train; compiles candidates of training and evaluation."""
+    from headrace.plan.candidate import Candidate
+    from headrace.plan.compiled import compile_candidate
+    from headrace.plan.program import capture_model
+
+    captured = capture_model(config, num_labels=num_labels)
+
+    def compiling(given: dict[str, Any], **options: Any) -> dict[str, Any]:
+        candidate = Candidate(**given)
+        return compile_candidate(captured, candidate, supervised_share=supervised_share, **options)
+
+    return compiling
+
+
+def _server(config: TrainConfig) -> Compiling:
+    """Captures the model to serve; compiles servers."""
+    import functools
+
+    from headrace.plan.candidate import ServerCandidate
+    from headrace.plan.serving_compiled import compile_server
+    from headrace.plan.serving_program import capture_server, server_options
+
+    capture = functools.cache(lambda: capture_server(config))
+
+    def compiling(given: dict[str, Any], **options: Any) -> dict[str, Any]:
+        candidate = ServerCandidate(**given)
+        server_options(candidate)  # what the engine refuses is refused before a capture
+        return compile_server(capture(), candidate, **options)
+
+    return compiling
 
 
 if __name__ == "__main__":

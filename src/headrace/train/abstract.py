@@ -55,7 +55,7 @@ def abstract_state(
         rng=jax.eval_shape(lambda: jax.random.key(0)),  # pyright: ignore[reportArgumentType]
         trainable={key: trainable[key] for key in sorted(trainable)},
         opt_state=jax.eval_shape(optimizer.init, trainable),
-        buffers=_abstract_buffers(module),
+        buffers=abstract_buffers(module),
     )
     if mesh is None:
         return state, frozen
@@ -105,7 +105,8 @@ def keep_layout(step: Callable[..., Any], shardings: TrainState) -> Callable[...
     return kept
 
 
-def _abstract_buffers(module: JaxModule) -> dict[str, Any]:
+def abstract_buffers(module: JaxModule) -> dict[str, Any]:
+    """Shapes of a module's buffers in stored form."""
     tensors = dict(module.module.named_buffers(remove_duplicate=False))
     found: dict[str, Any] = {}
     for key, names in module.buffer_layout.keys.items():
