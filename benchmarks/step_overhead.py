@@ -1,7 +1,9 @@
 """Host time of a compiled step beyond `jax.jit`'s own: `python benchmarks/step_overhead.py`.
 
-One step of a model with 500 parameter tensors. Interleaved: a call of the compiled step, then a
-call of the same jitted function in a plain loop (`state = f(state, ...)`) on its own arrays.
+One step of a model with 500 parameter tensors. Interleaved: a call of the compiled step, a call of
+the jitted function inside it in a plain loop (`state = f(state, ...)`) on its own arrays, and the
+same for the step as one would write it in JAX, with an array for each tensor. Times are the calling
+thread's CPU time until the call returns.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import headrace as hr
+from headrace.bridge.step import packs
 
 
 def main() -> None:
@@ -25,16 +30,53 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=500)
     parser.add_argument("--calls", type=int, default=300)
     arguments = parser.parse_args()
-    print(f"{'optimizer':<10} {'arrays':>7} {'whole us':>9} {'jit us':>9} {'beyond us':>10}")
+    print(
+        f"{'optimizer':<10} {'mode':<13} {'arrays':>6} {'whole us':>9} {'jit us':>7} {'beyond':>7}"
+        f" | {'an array a tensor':>17} {'jit us':>7} {'beyond':>7}"
+    )
     for name in ("SGD", "AdamW"):
-        arrays, whole, inner = measure(name, arguments.tensors, arguments.calls)
-        beyond = [w - i for w, i in zip(whole, inner, strict=True)]
-        row = [statistics.median(x) * 1e6 for x in (whole, inner, beyond)]
-        print(f"{name:<10} {arrays:>7} {row[0]:>9.0f} {row[1]:>9.0f} {row[2]:>10.0f}")
+        for mode in ("one_program", "two_programs"):
+            report(name, mode, arguments.tensors, arguments.calls)
 
 
-def measure(name: str, tensors: int, calls: int) -> tuple[int, list[float], list[float]]:
-    """Number of state arrays, seconds of each whole call, seconds of the jitted call in it."""
+def report(name: str, mode: Any, tensors: int, calls: int) -> None:
+    """One row: the whole call, the jitted functions in it, jit with an array a tensor."""
+    begin = time.process_time()
+    step, batch = make_step(name, mode, tensors)
+    step(*batch).item()
+    made = time.process_time() - begin
+    limit, packs.LIMIT = packs.LIMIT, -1
+    try:
+        plain_step, _ = make_step(name, "one_program", tensors)
+        plain_step(*batch).item()
+    finally:
+        packs.LIMIT = limit
+    inner, arrays = plain_loop(step, batch)
+    plain, plain_arrays = plain_loop(plain_step, batch)
+    turns: list[tuple[str, Callable[[], Any]]] = [
+        ("whole", lambda: step(*batch)),
+        ("inner", inner),
+        ("plain", plain),
+    ]
+    times: dict[str, list[float]] = {turn: [] for turn, _ in turns}
+    for call in range(calls):
+        # taking turns at being first: what runs later finds the other's arrays in the cache
+        for turn, function in turns[call % 3 :] + turns[: call % 3]:
+            begin = time.thread_time()
+            loss = function()
+            times[turn].append(time.thread_time() - begin)
+            np.asarray(loss).item()
+    median = {t: statistics.median(x[20:]) * 1e6 for t, x in times.items()}
+    whole, inner_us, plain_us = (median[t] for t in ("whole", "inner", "plain"))
+    print(
+        f"{name:<10} {mode:<13} {arrays:>6} {whole:>9.0f} {inner_us:>7.0f} {whole - inner_us:>7.0f}"
+        f" | {plain_arrays:>17} {plain_us:>7.0f} {whole - plain_us:>7.0f}"
+        f"   (traced and compiled in {made:.1f} s of CPU time)"
+    )
+
+
+def make_step(name: str, mode: Any, tensors: int) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """A compiled step of a deep model of small layers, and a batch."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(tensors // 2)))
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
@@ -46,34 +88,24 @@ def measure(name: str, tensors: int, calls: int) -> tuple[int, list[float], list
         optimizer.step()
         return loss
 
-    step = hr.compile_step(train_step, model=model, optimizer=optimizer)
-    x, y = torch.randn(2, 4), torch.randn(2, 4)
-    start = time.perf_counter()
-    step(x, y).item()
-    print(f"{name}: traced and compiled in {time.perf_counter() - start:.1f} s")
+    step = hr.compile_step(train_step, model=model, optimizer=optimizer, mode=mode)
+    return step, (torch.randn(2, 4), torch.randn(2, 4))
+
+
+def plain_loop(step: Any, batch: tuple[torch.Tensor, ...]) -> tuple[Callable[[], Any], int]:
+    """`state = f(state, ...)` with the step's jitted function, and how many arrays it gives."""
     (compiled,) = next(iter(step._programs.values()))
     program = compiled.program
     donated, kept = step._gather(compiled)
-    donated, kept = [jnp.copy(a) for a in donated], [jnp.copy(a) for a in kept]
-    arrays, numbers = [x.numpy(), y.numpy()], program.numbers(*step._numbers(step._inventory))
-    state = list(donated)
-    whole: list[float] = []
-    inner: list[float] = []
-    for call in range(calls):
-        # taking turns at being first: what runs second finds the other's arrays in the cache
-        for turn in ("whole", "inner") if call % 2 else ("inner", "whole"):
-            begin = time.perf_counter()
-            if turn == "whole":
-                loss = step(x, y)
-                whole.append(time.perf_counter() - begin)
-                loss.item()
-            else:
-                state = program.run(
-                    state[: program.num_donated], [*kept, *arrays], numbers, np.uint32(0)
-                )
-                inner.append(time.perf_counter() - begin)
-                np.asarray(state[-1]).item()
-    return len(program.written), whole[20:], inner[20:]
+    state, kept = [jnp.copy(a) for a in donated], [jnp.copy(a) for a in kept]
+    arrays, numbers = [t.numpy() for t in batch], program.numbers(*step._numbers(step._inventory))
+
+    def call() -> Any:
+        nonlocal state
+        state = program.run(state[: program.num_donated], [*kept, *arrays], numbers, np.uint32(0))
+        return state[-1]
+
+    return call, len(program.written)
 
 
 if __name__ == "__main__":

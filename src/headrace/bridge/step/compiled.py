@@ -17,17 +17,17 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.optim import Optimizer
 
-from headrace.bridge.dtypes import jax_to_tensor, narrowed, tensor_to_jax, tensor_to_numpy
+from headrace.bridge.dtypes import narrowed, tensor_to_jax, tensor_to_numpy
 from headrace.bridge.step import ownership
 from headrace.bridge.step import scaler as scaling
 from headrace.bridge.step.guard import guard, unguard
+from headrace.bridge.step.packs import DeviceState
 from headrace.bridge.step.program import StepProgram, build
 from headrace.bridge.step.result import LazyTensor
 from headrace.bridge.step.state import (
@@ -147,7 +147,7 @@ class CompiledStep:
         self._mode: Mode = mode
         self._programs: dict[Any, list[_Compiled]] = {}
         self._inventory: Inventory | None = None
-        self._arrays: dict[Key, Any] = {}
+        self._state = DeviceState()
         self._live: tuple[_Compiled, list[Any], list[Any]] | None = None
         self._grads: tuple[str, ...] = ()
         self._counters: list[float] = []
@@ -205,14 +205,15 @@ class CompiledStep:
                 stacklevel=2,
             )
         with torch.no_grad():
-            for slot in self._inventory.slots:
-                if slot.key in self._arrays:
-                    slot.tensor.detach().copy_(jax_to_tensor(self._arrays[slot.key]))
-            for slot in self._inventory.params:
-                array = self._arrays.get(("grad", slot.name))
-                slot.tensor.grad = (
-                    None if array is None else jax_to_tensor(array).to(slot.tensor.dtype)
-                )
+            tensors = {s.key: s.tensor for s in self._inventory.slots}
+            for param in self._inventory.params:
+                param.tensor.grad = None
+            for key, value in self._state.items():
+                if key[0] == "grad":
+                    param = tensors["param", key[1]]
+                    param.grad = value.to(param.dtype)
+                elif key in tensors:
+                    tensors[key].detach().copy_(value)
             for number, value in zip(self._inventory.counters, self._counters, strict=True):
                 for tensor in number.tensors:
                     tensor.fill_(value)
@@ -326,7 +327,7 @@ class CompiledStep:
         self._inventory = take_inventory(
             self._models, self._optimizers, self._scalers, splits=self._splits
         )
-        self._live, self._arrays = None, {}
+        self._live, self._state = None, DeviceState()
         self._layout = self._layouts.setdefault(self._inventory.layout(), len(self._layouts))
         self._counters = [n.read() for n in self._inventory.counters]
         self._grads = tuple(s.name for s in self._inventory.params if s.tensor.grad is not None)
@@ -343,23 +344,23 @@ class CompiledStep:
         self._flush()
         ids = {id(p) for p in params}
         names = {s.name for s in self._inventory.params if id(s.tensor) in ids}
-        for name in names:
-            if to_none:
-                self._arrays.pop(("grad", name), None)
-            elif ("grad", name) in self._arrays:
-                self._arrays["grad", name] = jnp.zeros_like(self._arrays["grad", name])
+        keys = [("grad", name) for name in names]
         if to_none:
+            self._state.drop(keys)
             self._grads = tuple(n for n in self._grads if n not in names)
+        else:
+            self._state.fill_zeros(keys)
         return True
 
     def _flush(self) -> None:
-        """Arrays of the last call by key again."""
+        """Take in what the last call wrote."""
         if self._live is None:
             return
         compiled, written, _ = self._live
-        self._arrays |= zip(compiled.program.written, written, strict=True)
-        for key in [k for k in self._arrays if k[0] == "grad" and k[1] not in set(self._grads)]:
-            del self._arrays[key]
+        for pack, array in zip(compiled.program.written, written, strict=True):
+            self._state.put(pack, array)
+        left = set(self._grads)
+        self._state.drop([k for k in self._state if k[0] == "grad" and k[1] not in left])
         self._live = None
 
     def _gather(self, compiled: _Compiled) -> tuple[list[Any], list[Any]]:
@@ -367,20 +368,16 @@ class CompiledStep:
         if self._live is not None and self._live[0] is compiled:
             return self._live[1][: program.num_donated], self._live[2]
         self._flush()
-        self._load(program.read)
-        arrays = [self._arrays[key] for key in program.read]
-        return arrays[: program.num_donated], arrays[program.num_donated :]
-
-    def _load(self, keys: Sequence[Key]) -> None:
-        """Take to the device what is not there."""
         assert self._inventory is not None
         slots = {s.key: s.tensor for s in self._inventory.slots}
-        for key in keys:
-            if key in self._arrays:
-                continue
+
+        def load(key: Key) -> torch.Tensor:
             tensor = slots["param", key[1]].grad if key[0] == "grad" else slots[key]
             assert tensor is not None
-            self._arrays[key] = tensor_to_jax(tensor)
+            return tensor
+
+        arrays = [self._state.get(pack, load) for pack in program.read]
+        return arrays[: program.num_donated], arrays[program.num_donated :]
 
     # ------------------------------------------------------------------ running
 
@@ -395,7 +392,7 @@ class CompiledStep:
         seed = np.uint32(int(torch.randint(0, 2**31 - 1, ()))) if program.draws else np.uint32(0)
         outputs = program.run(donated, [*kept, *inputs], numbers, seed)
         count = len(program.written)
-        self._live = (compiled, list(outputs[:count]), kept)
+        self._live = (compiled, outputs[:count], kept)
         if not self._dirty:
             self._guard()
         self._grads = compiled.exit_grads
@@ -413,11 +410,11 @@ class CompiledStep:
         assert self._inventory is not None
         known = {s.key for s in self._inventory.slots}
         by_name = {s.name: s.tensor for s in self._inventory.params}
-        for key, dtype in zip(program.written, program.written_dtypes, strict=True):
-            if key[0] == "state" and key not in known:
-                _, o, name, entry = key
-                tensor = jax_to_tensor(self._arrays[key]).to(dtype)
-                self._optimizers[o].state[by_name[name]][entry] = tensor
+        dtypes = program.written_dtypes
+        new = [k for k in dtypes if k[0] == "state" and k not in known]
+        for key, value in self._state.items(new):
+            _, o, name, entry = key
+            self._optimizers[o].state[by_name[name]][entry] = value.to(dtypes[key])
         self._reset()
 
     def _settle(self) -> None:
@@ -455,7 +452,7 @@ class _Compiled:
         self._attributes = [vars(module) for module, _ in modes]
         self._training = [training for _, training in modes]
         written = enumerate(program.written)
-        self.skips = {key[1]: i for i, key in written if key[0] == "skipped"}
+        self.skips = {p.keys[0][1]: i for i, p in written if p.keys[0][0] == "skipped"}
 
     def in_mode(self) -> bool:
         """Whether the modules are in the mode (train or eval) they had in the trace."""
@@ -545,7 +542,7 @@ def _refuse_new_state(inventory: Inventory, traced: Traced) -> None:
 
 def _untouched(inventory: Inventory, program: StepProgram, o: int, p: torch.Tensor) -> bool:
     name = next((s.name for s in inventory.params if s.tensor is p), None)
-    return not any(k[0] == "state" and k[1] == o and k[2] == name for k in program.written)
+    return not any(k[0] == "state" and k[1] == o and k[2] == name for k in program.written_dtypes)
 
 
 __all__ = ["CompiledStep", "compile_step"]

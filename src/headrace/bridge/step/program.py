@@ -2,7 +2,7 @@
 
 The graph is cleaned (numbers of the host become inputs, dead code goes), cut at the optimizers'
 steps when two programs are wanted, and each piece becomes one jitted function that donates what
-nobody reads after it.
+nobody reads after it. Small tensors that are used alike go in and out as one array (`packs`).
 
 Does not know: PyTorch modules, when the step is called.
 """
@@ -10,7 +10,7 @@ Does not know: PyTorch modules, when the step is called.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,9 @@ from headrace.bridge import lower
 from headrace.bridge.dtypes import tensor_to_numpy, to_jax_dtype
 from headrace.bridge.ops.registry import lookup
 from headrace.bridge.passes.strides import permute_sources
+from headrace.bridge.step import packs
 from headrace.bridge.step.numbers import compiled, needs_only
+from headrace.bridge.step.packs import Pack
 from headrace.bridge.step.state import Inventory, Key
 from headrace.bridge.step.trace import LIVE, Traced
 from headrace.errors import UnsupportedOpsError
@@ -43,18 +45,19 @@ _SYMBOLIC: dict[Any, Callable[..., Any]] = {
 class StepProgram:
     """One compiled form of a step.
 
-    `read` and `written` are keys of device arrays: those the program takes, those it gives back
-    (the first `num_donated` of both are the same, and donated). `run` takes
+    `read` and `written` are packs of tensors: those the program takes, those it gives back (the
+    first `num_donated` of both are the same, and donated). `run` takes
     `(donated, kept + inputs + externals, numbers, seed)` and returns `written + results`.
+    `written_dtypes` are torch's, by key.
     `numbers` maps the host's symbols to the program's numbers, `counters` to counters afterwards,
     `guards` to booleans that must all be true. `results` says what each leaf of the step's own
     result is: `("array", i, shape, dtype)`, `("number", i)` of `host_results`, `("fixed", value)`.
     """
 
-    read: tuple[Key, ...]
-    written: tuple[Key, ...]
+    read: tuple[Pack, ...]
+    written: tuple[Pack, ...]
     num_donated: int
-    run: Callable[..., Sequence[Any]]
+    run: Callable[..., list[Any]]
     numbers: Callable[..., tuple[float, ...]]
     counters: Callable[..., tuple[float, ...]]
     host_results: Callable[..., tuple[Any, ...]]
@@ -67,7 +70,7 @@ class StepProgram:
     externals: tuple[torch.Tensor, ...]
     num_pieces: int
     num_operators: int
-    written_dtypes: tuple[torch.dtype, ...]
+    written_dtypes: Mapping[Key, torch.dtype]
 
 
 def build(
@@ -96,21 +99,26 @@ def build(
     written = donated + [k for k in written if k not in donated]
     kept = [k for k in nodes.entries if k in used and k not in donated]
     arrays = [r for r in outs if isinstance(r, fx.Node)]
-    results = [exits[k] for k in written] + arrays
+    segments = _segments(traced.graph, nodes.cuts(traced.boundaries) if pieces else ())
+    label = _Labels(nodes.entries, exits, arrays, segments)
+    in_place = packs.partition(donated, label)
+    taken = in_place + packs.partition(kept, label)
+    given = in_place + packs.partition(written[len(donated) :], label)
     body = _Body(
         traced,
-        [nodes.entries[k] for k in donated],
-        [nodes.entries[k] for k in kept] + nodes.inputs + nodes.externals,
+        segments,
+        [_group(keys, nodes.entries) for keys in in_place],
+        [_group(keys, nodes.entries) for keys in taken[len(in_place) :]]
+        + [(n,) for n in nodes.inputs + nodes.externals],
         list(host.values()),
-        results,
+        [_group(keys, exits) for keys in given] + [(n,) for n in arrays],
     )
-    run, num_pieces = body.runner(nodes.cuts(traced.boundaries) if pieces else ())
     host_outs = [r for r in outs if not isinstance(r, fx.Node) and r[0] == "number"]
     return StepProgram(
-        read=tuple(donated + kept),
-        written=tuple(written),
-        num_donated=len(donated),
-        run=run,
+        read=tuple(_pack(keys, nodes.entries) for keys in taken),
+        written=tuple(_pack(keys, exits) for keys in given),
+        num_donated=len(in_place),
+        run=body.runner(),
         numbers=compiled(symbols, list(host)),
         counters=compiled(symbols, list(counter_exits)),
         host_results=compiled(symbols, [r[1] for r in host_outs]),
@@ -121,9 +129,9 @@ def build(
         reads_grads=any(k[0] == "grad" for k in donated + kept),
         input_dtypes=tuple(to_jax_dtype(n.meta["val"].dtype) for n in nodes.inputs),
         externals=traced.externals,
-        num_pieces=num_pieces,
+        num_pieces=len(segments),
         num_operators=sum(n.op == "call_function" for n in traced.graph.nodes),
-        written_dtypes=tuple(exits[k].meta["val"].dtype for k in written),
+        written_dtypes={k: exits[k].meta["val"].dtype for k in written},
     )
 
 
@@ -271,14 +279,86 @@ def _describe(outs: Sequence[Any], fixed: Sequence[Any]) -> tuple[tuple[Any, ...
     return tuple(described)
 
 
+_Group = tuple[fx.Node, ...]  # values that go in or out as one array
+
+
+def _group(keys: Sequence[Key], values: Mapping[Key, fx.Node]) -> _Group:
+    return tuple(values[k] for k in keys)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    value = node.meta["val"]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _pack(keys: tuple[Key, ...], values: Mapping[Key, fx.Node]) -> Pack:
+    return Pack(keys, tuple(_shape(values[k]) for k in keys))
+
+
+def _small(node: fx.Node) -> np.dtype | None:
+    """The dtype of a tensor that is small enough to be packed."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    dtype = to_jax_dtype(value.dtype)
+    return dtype if value.numel() * dtype.itemsize <= packs.LIMIT else None
+
+
+def _segments(graph: fx.Graph, cuts: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The nodes that are computed, cut before each of `cuts`."""
+    found: list[list[fx.Node]] = [[]]
+    for node in graph.nodes:
+        if node.op not in ("call_function", "get_attr"):
+            continue
+        if node in cuts and found[-1]:
+            found.append([])
+        found[-1].append(node)
+    return found
+
+
+def _readers(node: fx.Node, where: Mapping[fx.Node, int]) -> frozenset[int]:
+    """The segments that read a value."""
+    return frozenset(where[u] for u in node.users if u in where)
+
+
+class _Labels:
+    """What the tensors of one pack have in common; None for those that stay alone."""
+
+    def __init__(
+        self,
+        entries: Mapping[Key, fx.Node],
+        exits: Mapping[Key, fx.Node],
+        results: Sequence[fx.Node],
+        segments: Sequence[Sequence[fx.Node]],
+    ) -> None:
+        self._entries = entries
+        self._exits = exits
+        self._where = {n: i for i, segment in enumerate(segments) for n in segment}
+        moved = {n for k, n in exits.items() if n is not entries.get(k)} | set(results)
+        # values that only change their place
+        self._alone = {n for n in entries.values() if n in moved}
+
+    def __call__(self, key: Key) -> Hashable:
+        entry, exit_ = self._entries.get(key), self._exits.get(key)
+        values = [v for v in (entry, exit_) if v is not None]
+        dtypes = {_small(v) for v in values}
+        if key[0] not in ("param", "buffer", "grad", "state") or self._alone & set(values):
+            return None
+        if len(dtypes) > 1 or None in dtypes or len({_shape(v) for v in values}) > 1:
+            return None
+        part = (key[0], key[1], key[3]) if key[0] == "state" else key[0]
+        maker = None if exit_ is None else self._where.get(exit_)
+        return (part, *dtypes, None if entry is None else _readers(entry, self._where), maker)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Piece:
     """Nodes that one jitted function computes: `donated` and `kept` values in, `gives` out."""
 
     nodes: tuple[fx.Node, ...]
-    donated: tuple[fx.Node, ...]
-    kept: tuple[fx.Node, ...]
-    gives: tuple[fx.Node, ...]
+    donated: tuple[_Group, ...]
+    kept: tuple[_Group, ...]
+    gives: tuple[_Group, ...]
 
 
 class _Body:
@@ -287,12 +367,13 @@ class _Body:
     def __init__(
         self,
         traced: Traced,
-        donated: Sequence[fx.Node],
-        kept: Sequence[fx.Node],
+        segments: Sequence[Sequence[fx.Node]],
+        donated: Sequence[_Group],
+        kept: Sequence[_Group],
         numbers: Sequence[fx.Node],
-        results: Sequence[fx.Node],
+        results: Sequence[_Group],
     ) -> None:
-        self._nodes = [n for n in traced.graph.nodes if n.op in ("call_function", "get_attr")]
+        self._segments = segments
         self._constants = {
             name: tensor_to_numpy(t).astype(to_jax_dtype(t.dtype))
             for name, t in traced.constants.items()
@@ -302,69 +383,90 @@ class _Body:
         self._numbers = tuple(numbers)
         self._results = tuple(results)
 
-    def pieces(self, cuts: Sequence[fx.Node]) -> list[_Piece]:
-        """The nodes cut before each of `cuts`, with what flows between."""
-        groups: list[list[fx.Node]] = [[]]
-        for node in self._nodes:
-            if node in cuts and groups[-1]:
-                groups.append([])
-            groups[-1].append(node)
+    def pieces(self) -> list[_Piece]:
+        """One for each segment, with what flows between."""
+        groups = self._flowing()
+        home = {n: g for g in reversed(groups) for n in g}
+        numbers = set(self._numbers)
+        reads: list[dict[_Group, None]] = []
+        for segment in self._segments:
+            inside = numbers.union(segment)
+            outside = (a for n in segment for a in n.all_input_nodes if a not in inside)
+            reads.append(dict.fromkeys(home[a] for a in outside))
         found: list[_Piece] = []
-        for i, group in enumerate(groups):
-            own = set(group)
-            needed_later = {
-                a for later in groups[i + 1 :] for n in later for a in n.all_input_nodes
-            }
-            needed_later |= set(self._results)
-            reads = dict.fromkeys(a for n in group for a in n.all_input_nodes if a not in own)
-            values = [a for a in reads if a not in self._numbers]
-            free = set(self._donated) | {n for g in groups[:i] for n in g}
-            donated = tuple(a for a in values if a in free and a not in needed_later)
+        made = set(self._donated)
+        for i, segment in enumerate(self._segments):
+            later = set(self._results).union(*reads[i + 1 :])
+            donated = tuple(g for g in reads[i] if g in made and g not in later)
+            own = set(segment)
+            gives = tuple(dict.fromkeys(g for g in groups if g in later and g[0] in own))
             found.append(
                 _Piece(
-                    nodes=tuple(group),
+                    nodes=tuple(segment),
                     donated=donated,
-                    kept=tuple(a for a in values if a not in donated),
-                    gives=tuple(n for n in group if n in needed_later),
+                    kept=tuple(g for g in reads[i] if g not in donated),
+                    gives=gives,
                 )
             )
+            made.update(gives)
         return found
+
+    def _flowing(self) -> list[_Group]:
+        """Everything that goes into or out of a segment: state, results, and what is between."""
+        where = {n: i for i, segment in enumerate(self._segments) for n in segment}
+        ends = [*self._donated, *self._kept, *self._results]
+        known = {n for group in ends for n in group}
+
+        def label(node: fx.Node) -> Hashable:
+            dtype = _small(node)
+            return None if dtype is None else (dtype, where[node], _readers(node, where))
+
+        between = [
+            n
+            for n, i in where.items()
+            if n not in known and any(where.get(u, i) != i for u in n.users)
+        ]
+        return ends + packs.partition(between, label)
 
     def whole(self) -> _Piece:
         """Everything as one piece, with its inputs and outputs in the caller's order."""
         return _Piece(
-            nodes=tuple(self._nodes), donated=self._donated, kept=self._kept, gives=self._results
+            nodes=tuple(self._segments[0]),
+            donated=self._donated,
+            kept=self._kept,
+            gives=self._results,
         )
 
     def jitted(self, piece: _Piece) -> Callable[..., list[Any]]:
         """`f(donated, kept, numbers, seed) -> gives`."""
         draws = any(n.op == "call_function" and lower.draws(n) for n in piece.nodes)
+        takes = [(group, [_shape(n) for n in group]) for group in piece.donated + piece.kept]
 
         def call(donated: Any, kept: Any, numbers: Any, seed: Any) -> list[Any]:
-            env: dict[fx.Node, Any] = dict(zip(piece.donated, donated, strict=True))
-            env.update(zip(piece.kept, kept, strict=True))
             # Python floats at the call, so weakly typed: like numbers in torch they do not change
             # the dtype of the tensors they meet
-            env.update(zip(self._numbers, numbers, strict=True))
+            env: dict[fx.Node, Any] = dict(zip(self._numbers, numbers, strict=True))
+            for (group, shapes), array in zip(takes, [*donated, *kept], strict=True):
+                env.update(zip(group, packs.parts(array, shapes), strict=True))
             settings = lower.Settings(rng=jax.random.key(seed) if draws else None)
             for node in piece.nodes:
                 if node.op == "get_attr":
                     env[node] = jnp.asarray(self._constants[str(node.target)])
                 else:
                     env[node] = lower.call_node(node, env, settings)
-            return [env[n] for n in piece.gives]
+            return [packs.joined([env[n] for n in group]) for group in piece.gives]
 
         return _quiet_first(jax.jit(call, donate_argnums=0))
 
-    def runner(self, cuts: Sequence[fx.Node]) -> tuple[Callable[..., Sequence[Any]], int]:
-        """`run(donated, kept, numbers, seed) -> results`, and how many programs it is."""
-        if not cuts:
-            return self.jitted(self.whole()), 1
-        pieces = self.pieces(cuts)
+    def runner(self) -> Callable[..., list[Any]]:
+        """`run(donated, kept, numbers, seed) -> results`."""
+        if len(self._segments) == 1:
+            return self.jitted(self.whole())
+        pieces = self.pieces()
         functions = [self.jitted(p) for p in pieces]
 
         def run(donated: Any, kept: Any, numbers: Any, seed: Any) -> list[Any]:
-            env: dict[fx.Node, Any] = dict(zip(self._donated, donated, strict=True))
+            env: dict[_Group, Any] = dict(zip(self._donated, donated, strict=True))
             env.update(zip(self._kept, kept, strict=True))
             for piece, function in zip(pieces, functions, strict=True):
                 given = [env.pop(n) for n in piece.donated]
@@ -372,7 +474,7 @@ class _Body:
                 env.update(zip(piece.gives, values, strict=True))
             return [env[n] for n in self._results]
 
-        return run, len(pieces)
+        return run
 
 
 def _quiet_first(function: Callable[..., Any]) -> Callable[..., Any]:
