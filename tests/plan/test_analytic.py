@@ -85,6 +85,7 @@ def test_host_copies_are_hidden_until_they_are_the_longest():
     moved = 8192 * 32 * (4096 + 4096) * 2  # inputs and attention results, bfloat16
     assert parts(shape, offload)["host copies"] == pytest.approx(moved / 28e9)
     training = training_of(TrainConfig(model_name_or_path="-", dtype="bfloat16"), shape)
+    assert estimate(training, offload).memory["activations kept"] == 0
     kept = estimate(training, LONG.but(remat="attention")).seconds
     assert estimate(training, offload).seconds == kept
     short = dataclasses.replace(shape.layers[0], matrices=shape.layers[0].matrices[:1])

@@ -12,7 +12,14 @@ import tiny
 from headrace import SFTConfig, SFTTrainer
 from headrace.errors import TrainingError
 from headrace.train import programs
-from headrace.train.memory import MemoryCauses, local_bytes, peak_memory
+from headrace.train.memory import (
+    MemoryCauses,
+    available_bytes,
+    local_bytes,
+    out_of_memory_explained,
+    peak_memory,
+    refused_bytes,
+)
 from headrace.train.shapes import CompiledFunction
 
 
@@ -50,6 +57,76 @@ def test_advice_names_three_changes_the_largest_first() -> None:
         frozen=9000, trainable=1, optimizer=2, other=1, gradients=1, temporary=9, peak=9013
     ).advice(rows=1, length=512, remat="full", lora=True, devices=4, quantized=False)
     assert "quantization: nf4" in large[0]
+
+
+def test_advice_goes_as_far_as_the_device_needs() -> None:
+    """130 GiB of activations into 16: rows and tokens go down until a change fits, and a change
+    that leaves too much takes rows with it."""
+    gib = 2**30
+    causes = MemoryCauses(
+        frozen=2 * gib, trainable=0, optimizer=0, other=0, gradients=0, temporary=128 * gib,
+        peak=130 * gib,
+    )  # fmt: skip
+    found = causes.advice(
+        rows=64, length=2048, remat="none", lora=True, devices=1, quantized=True, limit=16 * gib
+    )
+    # 2 + 128 / 16 GiB fit; half of 128 GiB and an eighth of the rows do
+    assert sorted(text.rpartition(": about")[0] for text in found) == [
+        "activation_checkpointing: full (now none), and per_device_train_batch_size: 8 (now 64), "
+        "with gradient_accumulation_steps x 8",
+        "max_length: 128 (now 2048)",
+        "per_device_train_batch_size: 4 (now 64), with gradient_accumulation_steps x 16",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted", "available"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+            "temporaries (1.06T) exceeds available HBM (15.75G).",
+            1.06 * 2**40,
+            15.75 * 2**30,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
+            "space hbm. Used 49.34G of 32.00G hbm. Exceeded hbm capacity by 17.34G.",
+            49.34 * 2**30,
+            32 * 2**30,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: TPU TensorCore Hbm usage: 34.82G, SparseCore Hbm usage 174.10G, "
+            "exceeding available bytes: 95.74G",
+            34.82 * 2**30,
+            95.74 * 2**30,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to allocate 1.50M. "
+            "That was not possible. There are 512.0K free.",
+            1.5 * 2**20,
+            None,
+        ),
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 4294967296 bytes.", 2**32, None),
+        ("INTERNAL: something else", None, None),
+    ],
+)
+def test_refusals_of_xla_are_read(message: str, wanted: float, available: float | None) -> None:
+    """The forms that OpenXLA documents (E1000, E0100), and what the compilers here print."""
+    assert refused_bytes(message) == (None if wanted is None else int(wanted))
+    assert available_bytes(message) == (None if available is None else int(available))
+
+
+def test_an_allocation_that_fails_here_is_explained() -> None:
+    """XLA on a CPU: 64 TiB are more than a process can address."""
+    import jax.numpy as jnp
+
+    def explain(wanted: int, available: int | None) -> list[str]:
+        assert available is None
+        return [f"wanted {wanted}"]
+
+    refused = pytest.raises(TrainingError, match=rf"RESOURCE_EXHAUSTED(.|\n)*wanted {2**46}")
+    with refused, out_of_memory_explained(explain):
+        jax.jit(lambda: jnp.ones(2**46, jnp.uint8))()
 
 
 def test_local_bytes_of_numpy_like_trees() -> None:

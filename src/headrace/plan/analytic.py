@@ -301,7 +301,9 @@ def _layer_values(training: Training, kind: LayerKind, candidate: Candidate, pol
 
 def _kept(training: Training, candidate: Candidate) -> float:
     """Bytes of activations kept for one token until the backward pass: the input of every turn of
-    the layer loop, and what the policy keeps inside."""
+    the layer loop, and what the policy keeps inside. What is offloaded is not on the device."""
+    if candidate.remat == "offload":
+        return 0.0
     shape = training.shape
     inputs = shape.num_layers / shape.period * shape.hidden
     inside = sum(

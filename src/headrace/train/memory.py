@@ -24,6 +24,7 @@ from headrace.errors import TrainingError
 from headrace.train.shapes import MemoryUse
 from headrace.train.state import Params, TrainState
 
+_ROOM = 0.95  # of a device's memory; what is left absorbs the estimate's error
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -54,55 +55,120 @@ class MemoryCauses:
         return [f"a device needs {size(self.peak)}: {shown}"]
 
     def advice(
-        self, *, rows: int, length: int, remat: str, lora: bool, devices: int, quantized: bool
+        self,
+        *,
+        rows: int,
+        length: int,
+        remat: str,
+        lora: bool,
+        devices: int,
+        quantized: bool,
+        limit: int | None = None,
     ) -> list[str]:
-        """Three changes that lower the largest causes, with about how much each brings."""
+        """Three changes that lower the largest causes, with about how much each brings.
+
+        limit: bytes that a device has. With it rows or tokens are halved until a change fits, and
+        one that leaves too much says how many rows go with it.
+        """
         rest = max(self.temporary - self.gradients, 0)
-        found: list[tuple[int, str]] = []
-        if rows > 1:
-            half = max(rows // 2, 1)
-            found.append(
-                (
-                    rest * (rows - half) // rows,
-                    f"per_device_train_batch_size: {half} (now {rows}), with "
-                    "gradient_accumulation_steps doubled",
-                )
-            )
+        full = self.trainable + self.optimizer + self.gradients
+        changes = [("", 0, 1.0)]  # what is set, bytes less for sure, share of the rest that stays
         if remat not in ("full", "offload"):
-            found.append((rest // 2, f"activation_checkpointing: full (now {remat})"))
-        found.append((rest // 2, f"max_length: {max(length // 2, 1)} (now {length})"))
+            changes.append((f"activation_checkpointing: full (now {remat})", 0, 0.5))
+        usable = None if limit is None else _ROOM * limit
+        shorter = self._halved(length, usable, least=max(1, min(length // 2, 64)))
+        alone = self._halved(rows, usable)
+        changes.append((f"max_length: {shorter} (now {length})", 0, shorter / length))
         if not lora:
-            full = self.trainable + self.optimizer + self.gradients
-            found.append((full * 9 // 10, "use_peft: true, which trains an adapter only"))
+            changes.append(("use_peft: true, which trains an adapter only", full * 9 // 10, 1.0))
         if lora and not quantized:
-            found.append((self.frozen * 7 // 10, "quantization: nf4, for the frozen weights"))
+            less = self.frozen * 7 // 10
+            changes.append(("quantization: nf4, for the frozen weights", less, 1.0))
         if self.optimizer > self.trainable:
-            found.append((self.optimizer * 9 // 10, "optim: adafactor, whose moments are small"))
-        divided = self.frozen + self.trainable + self.optimizer + self.gradients
-        found.append(
-            (divided // 2, f"twice the devices with mesh: {{fsdp: {2 * max(devices, 1)}}}")
-        )
-        found.sort(key=lambda item: -item[0])
+            less = self.optimizer * 9 // 10
+            changes.append(("optim: adafactor, whose moments are small", less, 1.0))
+        less = (self.frozen + full) // 2
+        changes.append((f"twice the devices with mesh: {{fsdp: {2 * max(devices, 1)}}}", less, 1.0))
+        found: list[tuple[bool, int, str]] = []
+        for text, sure, share in changes:
+            room = None if limit is None else _ROOM * limit + sure + rest * (1 - share)
+            fewer = self._halved(rows, room, share=share, at_least_once=not text)
+            # one that leaves as few rows as fewer rows alone comes last
+            spares = not text or limit is None or rows == 1 or fewer > alone
+            if fewer < rows:
+                text += (
+                    f"{', and ' if text else ''}per_device_train_batch_size: {fewer} (now {rows}), "
+                    f"with gradient_accumulation_steps x {rows // fewer}"
+                )
+            if text:
+                found.append((spares, sure + int(rest * (1 - share * fewer / rows)), text))
+        found.sort(key=lambda item: (not item[0], -item[1]))
         return [
-            f"{text}{f': about {size(saved)} less' if saved else ''}" for saved, text in found[:3]
+            f"{text}{f': about {size(saved)} less' if saved else ''}"
+            for _, saved, text in found[:3]
         ]
+
+    def _halved(
+        self,
+        count: int,
+        limit: float | None,
+        *,
+        least: int = 1,
+        share: float = 1.0,
+        at_least_once: bool = True,
+    ) -> int:
+        """`count` rows or tokens halved until the step needs at most `limit`, as far as they go.
+
+        share: of the temporaries that grow with them."""
+        rest = share * max(self.temporary - self.gradients, 0)
+        fewer = max(count // 2, least) if at_least_once else count
+        while limit is not None and fewer > least:
+            if self.peak - rest * (1 - fewer / count) <= limit:
+                break
+            fewer = max(fewer // 2, least)
+        return fewer
 
 
 def refused_bytes(message: str) -> int | None:
     """What XLA's message says was asked for, in bytes: 0 when it does not say how much, None when
     memory was not the reason."""
-    if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
+    if not any(each in message for each in _REFUSALS):
         return None
-    found = re.search(r"(?:temporaries|memory required)[^(]*\((\d+(?:\.\d+)?)([KMGT])\)", message)
-    found = found or re.search(r"Used (\d+(?:\.\d+)?)([KMGT]) of", message)
-    return int(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
+    for pattern in _WANTED:
+        found = re.search(pattern, message)
+        if found:
+            return _bytes(*found.groups())
+    return 0
+
+
+def available_bytes(message: str) -> int | None:
+    """What XLA's message says a device has; None when it does not say."""
+    found = re.search(rf"(?:available HBM \(|Used \S+ of |available bytes: ){_SIZE}", message)
+    return _bytes(*found.groups()) if found else None
+
+
+_SIZE = r"(\d+(?:\.\d+)?) ?([KMGT]?)i?B?"
+_REFUSALS = ("RESOURCE_EXHAUSTED", "Ran out of memory", "Out of memory allocating")
+# TPU's compiler in its three forms, then an allocation while running
+_WANTED = (
+    rf"(?:temporaries|memory required)[^(]*\({_SIZE}\)",
+    rf"Used {_SIZE} of",
+    rf"TensorCore Hbm usage: {_SIZE}",
+    rf"(?:allocating|allocate) {_SIZE}",
+)
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * (_UNITS[unit] if unit else 1))
 
 
 @contextmanager
-def out_of_memory_explained(explain: Callable[[int], list[str]]) -> Generator[None]:
+def out_of_memory_explained(
+    explain: Callable[[int, int | None], list[str]],
+) -> Generator[None]:
     """A device that runs out of memory inside raises TrainingError with what `explain` says.
 
-    explain: lines for the bytes that were asked for (0 when not known).
+    explain: lines for the bytes that were asked for (0 when not known) and those that there are.
     """
     try:
         yield
@@ -111,7 +177,7 @@ def out_of_memory_explained(explain: Callable[[int], list[str]]) -> Generator[No
         if wanted is None:
             raise
         first = str(error).strip().splitlines()[0][:300]
-        lines = "\n  ".join(explain(wanted))
+        lines = "\n  ".join(explain(wanted, available_bytes(str(error))))
         raise TrainingError(f"a device ran out of memory ({first}).\n  {lines}") from error
 
 

@@ -84,7 +84,7 @@ class Programs:
             self._prepare(self.train, state)
         memory, device = self.train.events[-1].memory, device_memory()
         if memory is not None and device is not None and memory.peak > device.limit:
-            lines = self._explain(0)
+            lines = self._explain(0, device.limit)
             raise TrainingError(
                 f"the training step needs {memory.peak / 2**30:.2f} GiB, the device has "
                 f"{device.limit / 2**30:.2f} GiB.\n  " + "\n  ".join(lines)
@@ -102,7 +102,7 @@ class Programs:
         """Inside, a device that runs out of memory raises TrainingError: causes, and what helps."""
         return out_of_memory_explained(self._explain)
 
-    def _explain(self, wanted: int) -> list[str]:
+    def _explain(self, wanted: int, limit: int | None) -> list[str]:
         causes = self.memory(self._state)
         if causes is None:  # the compiler refused the program: the arrays are known, and its number
             none = MemoryUse(arguments=0, outputs=0, temporary=wanted, aliased=0)
@@ -110,9 +110,9 @@ class Programs:
             causes = memory_causes(self._state, self._run.frozen, batch, none)
             held = causes.frozen + causes.trainable + causes.optimizer + causes.other
             causes = replace(causes, gradients=causes.trainable, peak=held + wanted)
-        return [*causes.lines(), "Changes that help most:", *self._advice(causes)]
+        return [*causes.lines(), "Changes that help most:", *self._advice(causes, limit)]
 
-    def _advice(self, causes: MemoryCauses) -> list[str]:
+    def _advice(self, causes: MemoryCauses, limit: int | None) -> list[str]:
         config = self._run.config
         return causes.advice(
             rows=config.per_device_train_batch_size,
@@ -121,6 +121,7 @@ class Programs:
             lora=config.use_peft or self._run.adapter is not None,
             quantized=config.quantization is not None,
             devices=self._run.placement.config.size,
+            limit=limit,
         )
 
     def _prepare(self, function: CompiledFunction, state: TrainState) -> None:

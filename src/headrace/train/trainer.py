@@ -129,7 +129,7 @@ class Trainer:
         """The run's parts; built when first asked for: reads data, loads and captures the model."""
         if self._run is None:
             _use_compilation_cache(self.args)
-            with out_of_memory_explained(lambda _: list(_WEIGHTS_TOO_LARGE)):
+            with out_of_memory_explained(lambda *_: list(_WEIGHTS_TOO_LARGE)):
                 self._run, self._arrays = build_run(self.args, **self._inputs)
             self.args = self._run.config  # with what `mesh: auto` and the like became
             self._programs = Programs(
