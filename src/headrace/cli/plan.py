@@ -49,6 +49,13 @@ def plan(
     style: Annotated[str, typer.Option("--format", help="text or json.")] = "text",
     html: Annotated[str | None, typer.Option(help="Also write a page with pictures here.")] = None,
     picture: Annotated[str | None, typer.Option(help="PNG of time against money.")] = None,
+    save_programs: Annotated[
+        str | None,
+        typer.Option(
+            "--save-programs",
+            help="Folder for the compiled step: compilation_cache_dir of a run on the slice.",
+        ),
+    ] = None,
     evaluate: Annotated[
         bool, typer.Option("--evaluate", help="Plan an evaluation during training.")
     ] = False,
@@ -86,6 +93,8 @@ def plan(
         raise ConfigError(
             "--evaluate plans the slices of --slice; not with --search, --serve, --all-flags."
         )
+    if save_programs is not None and (search or serve or len(names) != 1):
+        raise ConfigError("--save-programs is for one slice and training; no --search, --serve.")
     console = _console(style)
     for note in resolved.notes:
         console.print(f"note: {note}", style="yellow", markup=False)
@@ -119,7 +128,7 @@ def plan(
     plans = [
         _one(
             config, measured, name, console, compiled=compiled, prices=prices, style=style,
-            all_flags=all_flags, explain=explain, evaluate=evaluate,
+            all_flags=all_flags, explain=explain, evaluate=evaluate, save_programs=save_programs,
         )
         for name in names
     ]  # fmt: skip
@@ -243,6 +252,7 @@ def _one(
     all_flags: bool,
     explain: bool,
     evaluate: bool,
+    save_programs: str | None,
 ) -> Plan:
     from headrace.plan.planner import make_plan, obstacle
     from headrace.plan.report import show_plan
@@ -261,9 +271,12 @@ def _one(
         found = make_plan(
             config, name, compile=compiled, prices=prices, say=progress.say, first=first,
             all_flags=all_flags, measured=measured, work="evaluate" if evaluate else "train",
+            save_programs=save_programs,
         )  # fmt: skip
     if style == "text":
         show_plan(found, console, explain=explain)
+        for name in (found.report or {}).get("saved_programs", ()):
+            console.print(f"saved {save_programs}/{name}", markup=False, soft_wrap=True)
     return found
 
 

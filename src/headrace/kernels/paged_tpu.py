@@ -34,6 +34,11 @@ def ragged_obstacles(shape: PagedShape, num_heads: int) -> list[str]:
     # block of heads is all of them or a multiple of eight.
     packing = max(1, 4 // shape.dtype.itemsize)
     both = 2 * shape.num_kv_heads
+    if shape.key_size > LANES and both != packing:
+        # Mosaic: "The last dim size is not 128 in original base memref"
+        found.append(
+            f"heads of {shape.key_size} are read only where a device has one of them in 16 bits"
+        )
     if not _tiles(both, packing):
         found.append(f"{shape.num_kv_heads} key/value heads in {shape.dtype} do not fill tiles")
         return found

@@ -9,6 +9,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from headrace.plan.hlo import HBM, Instruction, Module, parse_module
 from headrace.plan.loops import trip_count
 from headrace.plan.program import CapturedModel, LoweredStep, lower_step
 from headrace.plan.replay import Assumptions, Timeline, replay
-from headrace.plan.topology import without_compilation_cache
+from headrace.plan.topology import into_compilation_cache, without_compilation_cache
 from headrace.train.compiler_flags import FLAG_SETS
 from headrace.train.memory import local_bytes, refused_bytes
+from headrace.train.saved_programs import note_saved
 
 Say = Callable[[str], None]
 
@@ -35,17 +37,19 @@ def compile_candidate(
     known: Callable[[str], dict[str, Any] | None] = lambda program: None,
     say: Say = lambda text: None,
     keep_text: str | None = None,
+    save_programs: str | None = None,
 ) -> dict[str, Any]:
     """Lower, compile and replay: a JSON-able report (see docs/planning.md for its fields).
 
     known: an earlier report for a program's hash. keep_text: folder for the compiled program's
-    text. A program that does not fit HBM is a report with
+    text. save_programs: folder for entries of JAX's compilation cache; nothing known is taken then.
+    A program that does not fit HBM is a report with
     `fits` false; any other refusal of the compiler raises PlanError.
     """
     say(f"lowering {candidate.slice_name} ({candidate.mesh_text()})")
     step = lower_step(captured, candidate)
     program = program_hash(step.lowered, candidate)
-    found = known(program)
+    found = known(program) if save_programs is None else None
     if found is not None:
         return found
     arguments = {name: local_bytes(tree) for name, tree in step.arguments.items()}
@@ -60,7 +64,7 @@ def compile_candidate(
         "notes": list(captured.notes),
     }
     try:
-        with without_compilation_cache():
+        with _cache(save_programs) as written:
             compiled = step.lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
         needed = refused_bytes(str(error))
@@ -76,6 +80,10 @@ def compile_candidate(
             "refusal": first_line(str(error)),
         }
     report["compile_seconds"] = time.perf_counter() - start
+    if save_programs is not None:
+        where, files = Path(save_programs), list(written or ())
+        note_saved(where, slice_name=candidate.slice_name, program=program, files=files)
+        report["saved_programs"] = files
     say("replaying the schedule")
     text = compiled.as_text()
     if keep_text:
@@ -99,6 +107,10 @@ def compile_candidate(
         }
         | timeline_json(timeline)
     )
+
+
+def _cache(folder: str | None) -> AbstractContextManager[list[str] | None]:
+    return without_compilation_cache() if folder is None else into_compilation_cache(Path(folder))
 
 
 def keep_program(text: str, folder: Path, name: str) -> None:

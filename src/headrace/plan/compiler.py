@@ -51,9 +51,10 @@ def compile_all(
     workers: int = 1,
     say: Say = lambda text: None,
     keep_text: str | None = None,
+    save_programs: str | None = None,
 ) -> list[Answer]:
     """Reports in the order of the candidates, all of one kind. Minutes for each that is not in the
-    cache.
+    cache. save_programs: folder for entries of JAX's compilation cache; all are compiled then.
 
     Raises PlanError when a worker dies or the model cannot be captured at all.
     """
@@ -65,11 +66,12 @@ def compile_all(
         "supervised_share": round(supervised_share, 3),
         "cache": str(folder),
         "keep_text": keep_text,
+        "save_programs": save_programs,
     }
     keys = [request_key(request, each.as_json()) for each in candidates]
     answers: list[Answer | None] = []
     for key, each in zip(keys, candidates, strict=True):
-        found = read_report(key, folder)
+        found = read_report(key, folder) if save_programs is None else None
         answers.append(Answer(candidate=each, report=found, cached=True) if found else None)
     missing = [i for i, answer in enumerate(answers) if answer is None]
     shares = [share for n in range(workers) if (share := missing[n::workers])]

@@ -346,6 +346,7 @@ def compiled_plans(
     cache: str | Path | None = None,
     workers: int = 1,
     keep_text: str | None = None,
+    save_programs: str | None = None,
 ) -> list[Plan]:
     """Plans from the compiler; those that it refused carry the reason in `why_not`.
 
@@ -364,6 +365,7 @@ def compiled_plans(
         workers=workers,
         say=say,
         keep_text=keep_text,
+        save_programs=save_programs,
     )
     return [
         _from_answer(subject, candidate, answer)
@@ -398,16 +400,20 @@ def make_plan(
     all_flags: bool = False,
     keep_text: str | None = None,
     work: Work = "train",
+    save_programs: str | None = None,
 ) -> Plan:
     """Plan one configuration for one slice: its training, or the evaluation of its eval data.
 
     first: called with the analytic plan at once. all_flags: compile every flag set worth trying on
-    the slice and keep the fastest; otherwise the configuration's own. When it does not fit, the
+    the slice and keep the fastest; otherwise the configuration's own. save_programs: a folder
+    that a run on the slice may use as its compilation cache. When it does not fit, the
     plan's `changes` say what would, each compiled.
     """
     subject = read_subject(config, prices=prices, measured=measured)
     candidate = default_candidate(subject, slice_name, work)
     why_not = obstacle(subject, candidate.hardware)
+    if save_programs is not None:
+        _check_saving(candidate, why_not if compile else "--no-compile was given", all_flags)
     quick = analytic_plan(subject, candidate, why_not=why_not)
     first(quick)
     from headrace.plan.advice import smallest_changes
@@ -420,7 +426,9 @@ def make_plan(
 
         flags = list(flag_sets(candidate.hardware.chip.name, candidate.num_devices))
     tried = [candidate.but(flags=name) for name in flags]
-    plans = compiled_plans(subject, tried, say=say, cache=cache, keep_text=keep_text)
+    plans = compiled_plans(
+        subject, tried, say=say, cache=cache, keep_text=keep_text, save_programs=save_programs
+    )
     usable = [plan for plan in plans if plan.report is not None]
     if not usable:
         raise PlanError(plans[0].why_not)
@@ -430,6 +438,23 @@ def make_plan(
     changes = smallest_changes(best)
     checked = compiled_plans(subject, [c.candidate for c in changes], say=say, cache=cache)
     return _with_changes(best, _verified(changes, checked))
+
+
+def _check_saving(candidate: Candidate, why_not: str, all_flags: bool) -> None:
+    """Raise ConfigError, all reasons at once, where no program could be saved that a run finds."""
+    problems: list[str] = []
+    if why_not:
+        problems.append(f"nothing is compiled: {why_not}")
+    if all_flags:
+        problems.append("--all-flags compiles several programs; set compiler_flags")
+    if candidate.num_devices == 1:
+        problems.append(
+            "a run on one device does not say where arrays lie, a plan must: the programs differ"
+        )
+    if not candidate.trains:
+        problems.append("only the training step is saved; leave out --evaluate")
+    if problems:
+        raise ConfigError(f"--save-programs: {'; '.join(problems)}")
 
 
 def _verified(changes: Sequence[Change], plans: Sequence[Plan]) -> list[Change]:

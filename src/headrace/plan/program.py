@@ -30,7 +30,7 @@ from headrace.kernels import chunk_tokens, target_platform
 from headrace.plan.candidate import Candidate
 from headrace.plan.topology import topology_devices
 from headrace.sharding import MeshConfig, ParamPlan, make_mesh, make_partition, plan_params
-from headrace.train.abstract import abstract_batch, abstract_state, keep_layout, state_shardings
+from headrace.train.abstract import abstract_batch, abstract_state, placed_step, state_shardings
 from headrace.train.lora import apply_lora
 from headrace.train.losses import CausalLoss, ClassificationLoss, Loss, causal_loss
 from headrace.train.optimizers import Optimizer, decay_parameter_names, make_optimizer
@@ -52,8 +52,13 @@ class CapturedModel:
     notes: tuple[str, ...]
 
 
-def capture_model(config: TrainConfig, *, num_labels: int = 2) -> CapturedModel:
+def capture_model(
+    config: TrainConfig, *, num_labels: int = 2, whole: bool = False
+) -> CapturedModel:
     """Build on the meta device and capture. Costs seconds to a minute; reads config.json only.
+
+    whole: capture every layer, as a run does: names of stacked weights and the numbering of random
+    draws are then the run's too, and with them the program's place in a compilation cache.
 
     Raises ConfigError for a task that cannot be planned, CaptureError as a run would.
     """
@@ -62,7 +67,7 @@ def capture_model(config: TrainConfig, *, num_labels: int = 2) -> CapturedModel:
             f"task {config.task} has only the analytic plan; compiled are {PLANNED_TASKS}"
         )
     module, notes = capture_deep(
-        config, lambda found: _captured(_model(found, config, num_labels), config)
+        config, lambda found: _captured(_model(found, config, num_labels), config), whole=whole
     )
     sizes = _stored_sizes(module)
     return CapturedModel(
@@ -75,7 +80,7 @@ def capture_model(config: TrainConfig, *, num_labels: int = 2) -> CapturedModel:
 
 
 def capture_deep(
-    config: TrainConfig, capture: Callable[[Any], JaxModule]
+    config: TrainConfig, capture: Callable[[Any], JaxModule], *, whole: bool = False
 ) -> tuple[JaxModule, tuple[str, ...]]:
     """`capture` of the model's configuration, its repeated layers three times over and their loop
     stretched; of all layers where they do not run as one loop, which the notes then say.
@@ -83,7 +88,7 @@ def capture_deep(
     found = _model_config(config)
     text = found.get_text_config() if hasattr(found, "get_text_config") else found
     depth, period = _repeats(text)
-    if depth <= KEPT_PERIODS:
+    if whole or depth <= KEPT_PERIODS:
         return capture(found), ()
     _shorten(text, depth, period)
     stretched = _stretch(capture(found), depth - KEPT_PERIODS)
@@ -278,8 +283,8 @@ def lower_step(captured: CapturedModel, candidate: Candidate) -> LoweredStep:
             lowered=lowered, arguments=arguments, loss_tokens=tokens, loss_chunk=chunk
         )
     step: Any = make_train_step(loss, optimizer, dtypes=dtypes, max_grad_norm=config.max_grad_norm)
-    step = keep_layout(step, state_shardings(state, mesh, plans))
-    rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
+    step = placed_step(step, state_shardings(state, mesh, plans), mesh)
+    rate = jax.ShapeDtypeStruct((), jnp.float32)  # a number of the host, as in a run
     with target_platform("tpu"):
         lowered = jax.jit(step, donate_argnums=(0,)).lower(state, frozen, batch, rate)
     return LoweredStep(lowered=lowered, arguments=arguments, loss_tokens=tokens, loss_chunk=chunk)

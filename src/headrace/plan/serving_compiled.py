@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from headrace.errors import ConfigError, PlanError
+from headrace.kernels.paged import KEYS_ELSEWHERE
 from headrace.plan.candidate import ServerCandidate
 from headrace.plan.compiled import first_line, keep_program, timeline_json
 from headrace.plan.hlo import Instruction, Module, parse_module
@@ -30,7 +31,6 @@ from headrace.serve.shapes import StepShape
 from headrace.train.memory import local_bytes, refused_bytes
 
 Say = Callable[[str], None]
-_GATHERED_KEYS = 128  # that the portable form of paged attention reads at a time
 
 
 def compile_server(
@@ -190,10 +190,13 @@ def _replayed(module: Module, candidate: ServerCandidate, lowering: Lowering) ->
         prompt=max(1, candidate.prompt // 2),
     )
 
+    page = lowering.shapes.page_size
+    at_a_time = max(1, KEYS_ELSEWHERE // page) * page
+
     def gathered(module: Module, loop: Instruction) -> int | None:
         """Turns of the portable form's loop over keys; the longest row decides."""
         frames = " ".join(module.frames.get(loop.frame, ()))
-        return -(-context // _GATHERED_KEYS) if "kernels/paged.py" in frames else None
+        return -(-context // at_a_time) if "kernels/paged.py" in frames else None
 
     return replay(
         module,

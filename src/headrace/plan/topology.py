@@ -15,8 +15,10 @@ import importlib.util
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Generator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import PlanError
@@ -117,6 +119,40 @@ def _explain(each: Slice, error: Exception) -> str:
     if "pjrt" in low and ("version" in low or "api" in low):
         return f"libtpu does not go with this jax: {INSTALL} installs the pair.\n{text[:300]}"
     return f"libtpu gives no devices for {each.name} ({each.topology_name}): {text[:400]}"
+
+
+@contextlib.contextmanager
+def into_compilation_cache(folder: Path) -> Generator[list[str]]:
+    """Compile for a topology and keep what JAX's persistent cache writes; gives the files' names.
+
+    An entry that is there already would be read, which fails without the devices: everything is
+    compiled into an empty folder and moved.
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    wanted: dict[str, Any] = {
+        "jax_enable_compilation_cache": True,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_persistent_cache_enable_xla_caches": "none",  # as in a run: names know no folder
+    }
+    before = {name: getattr(jax.config, name) for name in (*wanted, "jax_compilation_cache_dir")}
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[str] = []
+    with tempfile.TemporaryDirectory(dir=folder) as empty:
+        for name, value in {**wanted, "jax_compilation_cache_dir": empty}.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        try:
+            yield written
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+        for path in sorted(Path(empty).glob("*-cache")):
+            path.replace(folder / path.name)
+            written.append(path.name)
 
 
 @contextlib.contextmanager

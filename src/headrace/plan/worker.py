@@ -63,7 +63,8 @@ def _answer(request: dict[str, Any], send: Any) -> None:
         compiling = _server(config)
     else:
         labels, share = request.get("num_labels"), request.get("supervised_share")
-        compiling = _step(config, int(labels or 2), float(share or 1.0))
+        save = request.get("save_programs")
+        compiling = _step(config, int(labels or 2), float(share or 1.0), save)
     seconds = time.perf_counter() - start
     for index, given in enumerate(request["candidates"]):
         try:
@@ -81,17 +82,21 @@ def _answer(request: dict[str, Any], send: Any) -> None:
         send(index=index, report={**report, "capture_seconds": seconds})
 
 
-def _step(config: TrainConfig, num_labels: int, supervised_share: float) -> Compiling:
+def _step(
+    config: TrainConfig, num_labels: int, supervised_share: float, save: str | None
+) -> Compiling:
     """Captures the model to train; compiles candidates of training and evaluation."""
     from headrace.plan.candidate import Candidate
     from headrace.plan.compiled import compile_candidate
     from headrace.plan.program import capture_model
 
-    captured = capture_model(config, num_labels=num_labels)
+    captured = capture_model(config, num_labels=num_labels, whole=save is not None)
 
     def compiling(given: dict[str, Any], **options: Any) -> dict[str, Any]:
         candidate = Candidate(**given)
-        return compile_candidate(captured, candidate, supervised_share=supervised_share, **options)
+        return compile_candidate(
+            captured, candidate, supervised_share=supervised_share, save_programs=save, **options
+        )
 
     return compiling
 

@@ -105,6 +105,20 @@ def keep_layout(step: Callable[..., Any], shardings: TrainState) -> Callable[...
     return kept
 
 
+def placed_step(step: Callable[..., Any], shardings: TrainState, mesh: Mesh) -> Callable[..., Any]:
+    """The step as a run on a mesh compiles it: the new state where the old one lay, metrics whole
+    on every device. Plans lower the same function.
+    """
+    whole = NamedSharding(mesh, PartitionSpec())
+    kept = keep_layout(step, shardings)
+
+    def function(state: TrainState, *args: Any) -> tuple[TrainState, Any]:
+        new_state, metrics = kept(state, *args)
+        return new_state, jax.lax.with_sharding_constraint(metrics, whole)
+
+    return function
+
+
 def abstract_buffers(module: JaxModule) -> dict[str, Any]:
     """Shapes of a module's buffers in stored form."""
     tensors = dict(module.module.named_buffers(remove_duplicate=False))

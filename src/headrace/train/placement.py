@@ -23,7 +23,7 @@ from headrace.bridge.module import JaxModule, Layout
 from headrace.errors import ConfigError
 from headrace.sharding import MeshConfig, ParamPlan, make_mesh, make_partition, plan_params
 from headrace.sharding.place import check_batch, put_batch, row_shares
-from headrace.train.abstract import keep_layout, state_shardings
+from headrace.train.abstract import placed_step, state_shardings
 from headrace.train.optimizers import Optimizer
 from headrace.train.state import Params, TrainState, compute_dtypes, create_state
 from headrace.weights import load_stored, open_stream
@@ -213,14 +213,7 @@ class Placement:
         """The step with its results laid out as its arguments."""
         if self.mesh is None:
             return step
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        kept = keep_layout(step, state_shardings(state, self.mesh, self.plans))
-
-        def function(state: TrainState, *args: Any) -> tuple[TrainState, Any]:
-            new_state, metrics = kept(state, *args)
-            return new_state, jax.lax.with_sharding_constraint(metrics, whole)
-
-        return function
+        return placed_step(step, state_shardings(state, self.mesh, self.plans), self.mesh)
 
     def eval_function(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The evaluation step with results that every process can read."""

@@ -46,6 +46,7 @@ from headrace.train.processes import is_first, start_processes
 from headrace.train.programs import Programs
 from headrace.train.report import Story, write_report
 from headrace.train.samples import Sampler
+from headrace.train.saved_programs import saved_obstacles
 from headrace.train.saving import LoadBack, load_back_run, save_run
 from headrace.train.setup import Run, build_run, model_line, restart
 from headrace.train.state import TrainState as ArrayState
@@ -344,7 +345,7 @@ class Trainer:
             f"{shapes}"
         )
         self._say(f"memory   activation_checkpointing: {self._programs.remat}")
-        for note in (*run.notes, *self._programs.notes):
+        for note in (*run.notes, *self._programs.notes, *_saved_notes(self.args)):
             self._say(f"note     {note}")
         self._say(f"output   {config.output_dir}")
 
@@ -527,9 +528,17 @@ def _log_path(config: TrainConfig) -> Path:
     return Path(config.output_dir) / "log.jsonl" if is_first() else Path(os.devnull)
 
 
+def _saved_notes(config: TrainConfig) -> list[str]:
+    """Why programs that a plan saved into the compilation cache are of no use here."""
+    folder = config.compilation_cache_dir
+    return [] if folder is None else saved_obstacles(Path(folder).expanduser())
+
+
 def _use_compilation_cache(config: TrainConfig) -> None:
     """Compiled programs survive the process: the second run of a recipe starts at once."""
     if config.compilation_cache_dir is None:
         return
     path = Path(config.compilation_cache_dir).expanduser()
     jax.config.update("jax_compilation_cache_dir", str(path))
+    # else the folder's own path becomes part of every entry's name
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
