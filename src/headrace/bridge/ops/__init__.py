@@ -14,6 +14,7 @@ FAMILIES = (
     "arithmetic",
     "attention",
     "bags",
+    "bessel",
     "casts",
     "comparison",
     "convolution",
