@@ -47,6 +47,7 @@ def _shape(kv_heads: int, size: int, dtype: Any) -> PagedShape:
         (32, 4, 64, jnp.float32, None, None, True),
         (8, 8, 64, jnp.float32, None, None, False),
         (12, 12, 64, jnp.bfloat16, None, None, False),
+        (8, 4, 256, jnp.bfloat16, None, None, False),
     ],
 )
 def test_what_fits_compiles_and_what_does_not_is_known(
@@ -99,7 +100,8 @@ def test_what_fits_compiles_and_what_does_not_is_known(
         if fits:
             assert "custom-call" in lower(*arguments).compile().as_text()
         else:
-            with pytest.raises(ValueError, match=r"tiled|divisible"):
+            # Mosaic's own errors have no common class
+            with pytest.raises(Exception, match=r"tiled|divisible|not 128"):
                 lower(*arguments).compile()
 
 
