@@ -176,7 +176,7 @@ def test_layout_round_trip_gives_back_every_name() -> None:
     assert stored["model.layers.[0:5:4].self_attn.q_proj.weight"].shape[0] == 2
 
 
-@pytest.mark.parametrize("policy", ["full", "dots", "attention"])
+@pytest.mark.parametrize("policy", ["full", "dots", "attention", "offload"])
 def test_remat_changes_memory_not_values(policy: str) -> None:
     model, inputs = build("llama")
     jm = hr.to_jax(model, inputs)
@@ -187,7 +187,7 @@ def test_remat_changes_memory_not_values(policy: str) -> None:
         def loss(p):
             return jm.apply(p, buffers, remat=remat, **arrays)[0].loss
 
-        return jax.grad(loss)(params)
+        return jax.jit(jax.grad(loss))(params)
 
     plain, recomputed = gradient("none"), gradient(policy)
     for key in plain:
