@@ -211,6 +211,11 @@ def test_tokens_of_a_compiled_plan(folder, monkeypatch):
     assert load.token == pytest.approx((112 * 0.010 + 16 * 0.030) / 128)
     assert load.tokens_per_second == pytest.approx(4 * 16 / load.token)
     assert (load.first, load.bound) == (pytest.approx(0.030), "HBM")
+    memory = {"weights": 9 * 2**40}
+    refused = {k: REPORT[k] for k in ("program", "compile_seconds", "notes", "fits")}
+    refused |= {"memory": memory, "refusal": "Ran out of memory on HBM"}
+    none = plan_with([refused] * 4, folder, monkeypatch, prompt=512, answer=128)
+    assert (none.fits, none.loads(), none.cache_tokens) == (False, [], 0)
     busy = plan_with([{**REPORT, "fits": True}], folder, monkeypatch, prompt=8192, answer=128)
     assert busy.compiled_load().token == pytest.approx(16 * 16 * 0.030 / 128)
 
