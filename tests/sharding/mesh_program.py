@@ -53,6 +53,9 @@ def _model(family: str) -> Any:
                 moe_intermediate_size=16,
             )
         ),
+        "mixtral": lambda: tf.MixtralForCausalLM(
+            tf.MixtralConfig(**DECODER, num_local_experts=6, num_experts_per_tok=2)
+        ),
         "bert": lambda: tf.BertForSequenceClassification(
             tf.BertConfig(
                 hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -166,7 +169,11 @@ def one_device(family: str, lora: bool, nf4: bool) -> OneDevice:
     """The same for every mesh and remat policy, so made once."""
     model = _model(family)
     if lora:
-        config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = LoraConfig(
+            r=2, target_modules="all-linear", init_lora_weights=False,
+            target_parameters=experts if family in ("qwen3_moe", "mixtral") else None,
+        )  # fmt: skip
         model = get_peft_model(model, config, autocast_adapter_dtype=False).get_base_model()
         with torch.no_grad():  # PEFT's random B is so large that float32 noise grows through it
             for name, parameter in model.named_parameters():

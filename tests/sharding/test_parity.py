@@ -14,6 +14,7 @@ import pytest
 
 FSDP, LORA = "llama|fsdp=4|full", "llama|fsdp=4|full|lora"
 NF4 = "llama|fsdp=4|none|lora|nf4"
+MIXTURE, MIXTURE_LORA = "mixtral|data=2,fsdp=2|none", "mixtral|fsdp=4|full|lora"
 CASES = [
     FSDP,
     LORA,
@@ -22,6 +23,8 @@ CASES = [
     "llama|context=4,fsdp=2|none",
     "gemma3|data=2,context=2,tensor=2|full",
     "qwen3_moe|expert=4,fsdp=2|full",
+    MIXTURE,
+    MIXTURE_LORA,
     "bert|data=2,fsdp=2,tensor=2|none",
     "t5|fsdp=2,tensor=2|none",
 ]
@@ -87,3 +90,21 @@ def test_lora_sums_gradients_of_the_adapter_only(results: Any) -> None:
     # The full run sums the gradients of all weights: the bound above is not empty.
     full = results[FSDP]
     assert sum(_elements(full, "all-reduce") + _elements(full, "reduce-scatter")) > 5_000
+
+
+@pytest.mark.parametrize("case", [MIXTURE, MIXTURE_LORA])
+def test_every_device_sorts_its_own_tokens(results: Any, case: str) -> None:
+    found = results[case]
+    tokens, choices, experts, features = 8 * 32, 2, 6, 32
+    gathered = _elements(found, "all-gather")
+    assert not {tokens * experts, tokens * choices * features} & set(gathered)
+    # The matrices of the experts are gathered once a pass, like all others.
+    assert gathered.count(experts * 2 * 48 * 32) == gathered.count(experts * 48 * 32) == 2
+    # What is summed are gradients of what is trained, of an adapter its own: no rows of tokens.
+    summed = _elements(found, "all-reduce") + _elements(found, "reduce-scatter")
+    assert sum(summed) <= 1.1 * found["trained"]
+
+
+def test_with_divided_experts_rows_are_still_summed(results: Any) -> None:
+    rows = 8 * 32 * 2 * 32  # the bound above is not empty
+    assert rows in _elements(results["qwen3_moe|expert=4,fsdp=2|full"], "all-reduce")

@@ -25,9 +25,11 @@ from headrace.bridge.checked import REQUIRE, checked
 from headrace.bridge.derivatives import OWN_BACKWARD, backward_nodes, own_backward
 from headrace.bridge.divide import Division, constrained, divide, embedding, gathered
 from headrace.bridge.dtypes import to_jax_dtype
+from headrace.bridge.experts import divided_experts, run_experts
 from headrace.bridge.intercept import AttentionCall, Intercept
 from headrace.bridge.masks import MaskSpec, attention_rule, mask_rule
 from headrace.bridge.ops.registry import Rule, lookup
+from headrace.bridge.passes.experts import Experts
 from headrace.bridge.program import Loop, Program, place
 from headrace.errors import UnsupportedOpsError
 from headrace.kernels import ATTENTION_RESIDUALS
@@ -139,17 +141,46 @@ def as_array(value: Any) -> Any:
 
 def _interpret(graph: fx.Graph, env: dict[fx.Node, Any], settings: Settings) -> Any:
     deferred = backward_nodes(graph)
+    experts = divided_experts(graph, settings.division, settings.symbols)
     for node in graph.nodes:
         if node.op == "output":
             return fx.map_arg(node.args[0], lambda n: env[n])
         if node.op == "call_function" and node not in deferred:
-            if node.target is OWN_BACKWARD:
+            if node in experts:
+                if node is not experts[node].output:
+                    continue  # evaluated with the layer's result
+                env[node] = _divided(experts[node], env, settings)
+            elif node.target is OWN_BACKWARD:
                 env[node] = _own_backward(node, env, deferred, settings)
             else:
                 env[node] = call_node(node, env, settings)
             if settings.observe is not None:
                 settings.observe(node, env[node])
     raise AssertionError("a graph ends with an output node")
+
+
+def _divided(experts: Experts, env: Mapping[fx.Node, Any], settings: Settings) -> Any:
+    division = settings.division
+    assert division is not None
+
+    def evaluate(
+        nodes: Sequence[fx.Node], outside: Mapping[fx.Node, Any], symbols: Mapping[Any, int]
+    ) -> Any:
+        inner = replace(settings, symbols=symbols, sizes={}, division=None, observe=None)
+        values = dict(outside)
+        for each in nodes:
+            values[each] = call_node(each, values, inner)
+        return values[nodes[-1]]
+
+    tokens = [_dense(env[node]) for node in experts.inputs]
+    others = {node: _used(env[node], node, division) for node in experts.others}
+    return run_experts(experts, tokens, others, division, settings.symbols, evaluate)
+
+
+def _used(value: Any, node: fx.Node, division: Division | None) -> Any:
+    """A value as operators take it: a divided weight gathered, a quantised one decoded."""
+    found = gathered(division, node, value)
+    return dequantize(found) if isinstance(found, QuantizedWeight) else found
 
 
 def _own_backward(
@@ -174,8 +205,7 @@ def call_node(node: fx.Node, env: Mapping[fx.Node, Any], settings: Settings) -> 
     def value(n: fx.Node) -> Any:
         if looked_up or isinstance(target, Loop):
             return env[n]
-        found = gathered(division, n, env[n])
-        return dequantize(found) if isinstance(found, QuantizedWeight) else found
+        return _used(env[n], n, division)
 
     args: Any = fx.map_arg(node.args, value)
     kwargs: Any = dict(fx.map_arg(node.kwargs, value))  # pyright: ignore[reportArgumentType]

@@ -19,6 +19,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from headrace.bridge.dtypes import narrowed, tensor_to_numpy, to_jax_dtype
+from headrace.bridge.experts import expert_notes
 from headrace.bridge.module import JaxModule, Layout
 from headrace.errors import ConfigError
 from headrace.sharding import MeshConfig, ParamPlan, make_mesh, make_partition, plan_params
@@ -70,7 +71,9 @@ class Placement:
                 raise ConfigError("sharding_overrides has no effect without a mesh; add mesh")
             return self, module
         plans = plan_params(module, self.config, overrides)
-        return replace(self, plans=plans), module.on_mesh(make_partition(self.mesh, plans))
+        partition = make_partition(self.mesh, plans)
+        notes = (*self.notes, *expert_notes(module.program, partition))
+        return replace(self, plans=plans, notes=notes), module.on_mesh(partition)
 
     def quantizing(self, module: JaxModule, format_name: str | None) -> Placement:
         """With the weights that are to be stored in 8 or 4 bits. Raises ConfigError."""
