@@ -9,6 +9,7 @@ compiled.py  compiled: memory by cause, time    hlo.py, loops.py, replay.py  rea
 compiler.py, worker.py, cache.py                processes that compile, reports kept on disk
 planner.py   plans                              search.py, advice.py  better ones
 automatic.py what a run leaves open             serving.py   answers instead of training
+serving_program.py  the engine's own programs   serving_compiled.py  compiled and replayed
 report.py, page.py, pictures.py                 how they are shown
 """
 
