@@ -48,6 +48,12 @@ def _cut(x: Array, start: Position, size: int, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(x, start, size, axis=axis)
 
 
+def _added(x: Array, start: Position, value: Array, axis: int) -> Array:
+    """x with value added from start on. No scatter: XLA's partitioner in jax 0.11.2 dies of one."""
+    value = value + _cut(x, start, value.shape[axis], axis)
+    return lax.dynamic_update_slice_in_dim(x, value, start, axis=axis)
+
+
 def _keep(rule: MaskRule, view: View, i: Position, t: int, j: Position, s: int) -> Array | None:
     """Which of the keys [j, j + s) the queries [i, i + t) see, broadcastable to [K, G, t, s]."""
     padding, segments, mask = view.padding_S, view.segments_T, view.mask_KGTS
@@ -169,7 +175,7 @@ def backward_unrolled(settings: Settings, view: View, *args: Array) -> tuple[Arr
         keep = _keep(settings.rule, view, i, t, j, s)
         dq_t, dk_s, dv_s = _backward_block(settings, keep, rows, k, v)
         dqs.append(dq_t)
-        dk, dv = dk.at[:, j : j + s].add(dk_s), dv.at[:, j : j + s].add(dv_s)
+        dk, dv = _added(dk, j, dk_s, 1), _added(dv, j, dv_s, 1)
     return _cast((jnp.concatenate(dqs, axis=2), dk, dv), q_KGTH, k_KSH, v_KSH)
 
 
@@ -239,10 +245,6 @@ def backward_looped(settings: Settings, view: View, *args: Array) -> tuple[Array
     T, S = q_KGTH.shape[2], k_KSH.shape[1]
     t, s = settings.block_q, settings.block_k
 
-    def add(x: Array, at: Array, value: Array, axis: int) -> Array:
-        value = value + _cut(x, at, value.shape[axis], axis)
-        return lax.dynamic_update_slice_in_dim(x, value, at, axis=axis)
-
     def query_block(n: Array, carry: Any) -> Any:
         unrepeated_t = None
         if T % t:
@@ -256,12 +258,12 @@ def backward_looped(settings: Settings, view: View, *args: Array) -> tuple[Array
             keep = conjunction(keep, unrepeated_s, unrepeated_t)
             k, v = _cut(k_KSH, j, s, 1), _cut(v_KSH, j, s, 1)
             more = _backward_block(settings, keep, rows, k, v)
-            return dq_t + more[0], add(dk, j, more[1], 1), add(dv, j, more[2], 1)
+            return dq_t + more[0], _added(dk, j, more[1], 1), _added(dv, j, more[2], 1)
 
         dq, dk, dv = carry
         dq_t = jnp.zeros((*dq.shape[:2], t, dq.shape[3]), wide)
         dq_t, dk, dv = _loop(settings, T, S, key_block, n)((dq_t, dk, dv))
-        return add(dq, jnp.minimum(n * t, T - t), dq_t, 2), dk, dv
+        return _added(dq, jnp.minimum(n * t, T - t), dq_t, 2), dk, dv
 
     start = tuple(jnp.zeros(x.shape, wide) for x in (q_KGTH, k_KSH, v_KSH))
     return _cast(lax.fori_loop(0, -(-T // t), query_block, start), q_KGTH, k_KSH, v_KSH)

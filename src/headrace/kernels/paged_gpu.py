@@ -12,6 +12,7 @@ Shapes as in `paged`.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -105,6 +106,14 @@ def _written(
     )
 
 
+def _kernel() -> Any:
+    """jax 0.11 calls it deprecated; where it is gone `triton_fault` says so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+    return paged_attention
+
+
 def _decode(
     pages: tuple[Array, ...],
     q_DNH: Array,
@@ -114,15 +123,13 @@ def _decode(
     softcap: float | None,
 ) -> Array:
     """One query a row over all its pages [D, N, H]."""
-    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
-
     keys, values, *scales = pages
     size, width = keys.shape[2], tables_DM.shape[1]
     a_block = max(1, KEYS_A_BLOCK // size)
     blocks = -(-width // a_block)
     splits = min(MOST_SPLITS, blocks)
     wide = splits * -(-blocks // splits) * a_block
-    kernel: Any = paged_attention
+    kernel = _kernel()
     kind = q_DNH.dtype if scales else keys.dtype
     return kernel(
         (q_DNH.astype(jnp.float32) * scale).astype(kind),
