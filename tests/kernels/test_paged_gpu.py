@@ -44,6 +44,7 @@ def test_a_kernel_that_agrees_has_no_fault_and_one_that_does_not_is_named(
     paged_gpu.triton_fault.cache_clear()
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")  # jax 0.11
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_a_step_lowers_to_triton_for_cuda(kv_cache_dtype: Any) -> None:
     shape = replace(SHAPE, kv_cache_dtype=kv_cache_dtype)
