@@ -60,7 +60,9 @@ def test_a_step_lowers_to_triton_for_cuda(kv_cache_dtype: Any) -> None:
     def step(pages: Any, q: Any, k: Any, v: Any) -> Any:
         return paged_attention(pages, q, k, v, rows, scale=0.125, form="triton")
 
-    with target_platform("gpu"):
+    h100 = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    some_gpu = jax.sharding.AbstractMesh((), (), abstract_device=h100)  # jax 0.11 asks for one
+    with target_platform("gpu"), jax.sharding.use_abstract_mesh(some_gpu):
         traced = jax.jit(step).trace(empty_pages(shape, "triton"), q, k, v)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 1
