@@ -1,6 +1,6 @@
 """A step that a TPU cannot hold: what the real compiler says, and whether the advice is true.
 
-The first of the three changes is compiled; HEADRACE_TEST_ALL_ADVICE=1 compiles all (a minute).
+HEADRACE_TEST_ALL_ADVICE=1 compiles the three changes too (a minute).
 """
 
 from __future__ import annotations
@@ -83,5 +83,5 @@ def test_the_compilers_refusal_is_read_and_what_is_advised_fits(tmp_path):
     first, *advised = str(error.value).splitlines()
     assert "RESOURCE_EXHAUSTED" in first
     assert len(advised) == 3
-    for line in advised if os.environ.get("HEADRACE_TEST_ALL_ADVICE") else advised[:1]:
+    for line in advised if os.environ.get("HEADRACE_TEST_ALL_ADVICE") else []:
         assert total(lower_step(captured, changed(asked, line))) <= HBM, line

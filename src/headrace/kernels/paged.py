@@ -24,7 +24,7 @@ read at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -142,37 +142,19 @@ def paged_attention(
     first_page: added to every page, for a layer of a stacked cache.
     Returns [T, N, H of values] in the dtype of q, and the pages. Queries at position -1 give zeros.
     """
+    given: dict[str, Any] = {
+        "scale": scale, "window": window, "softcap": softcap, "first_page": first_page,
+    }  # fmt: skip
     if form == "triton":
         from headrace.kernels.paged_gpu import triton_attention
 
-        return triton_attention(
-            pages,
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            rows,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks_N=sinks_N,
-            first_page=first_page,
-        )
+        return triton_attention(pages, q_TNH, k_TKH, v_TKH, rows, sinks_N=sinks_N, **given)
     if form == "ragged":
         if sinks_N is not None:
             raise ConfigError("paged attention with sinks needs form='gather'")
         from headrace.kernels.paged_tpu import ragged_attention
 
-        return ragged_attention(
-            pages,
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            rows,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            first_page=first_page,
-        )
+        return ragged_attention(pages, q_TNH, k_TKH, v_TKH, rows, **given)
     if k_TKH is not None and v_TKH is not None:
         pages = _written(pages, k_TKH, v_TKH, rows, first_page)
     D, options = rows.num_decode, (scale, window, softcap, sinks_N, first_page)

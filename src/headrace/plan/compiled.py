@@ -67,18 +67,7 @@ def compile_candidate(
         with _cache(save_programs) as written:
             compiled = step.lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
-        needed = refused_bytes(str(error))
-        if needed is None:
-            raise PlanError(f"the TPU compiler refused the step: {str(error)[:600]}") from error
-        temporary = max(0, needed)
-        memory = {**arguments, "temporaries": temporary}
-        return report | {
-            "fits": False,
-            "memory": memory,
-            "hbm_bytes_per_chip": sum(memory.values()),
-            "compile_seconds": time.perf_counter() - start,
-            "refusal": first_line(str(error)),
-        }
+        return report | refused(error, "step", arguments, time.perf_counter() - start)
     report["compile_seconds"] = time.perf_counter() - start
     if save_programs is not None:
         where, files = Path(save_programs), list(written or ())
@@ -248,6 +237,26 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
             for name, part in sorted(timeline.parts.items(), key=lambda kv: -kv[1].seconds)
         },
         "assumed": list(timeline.notes),
+    }
+
+
+def refused(
+    error: Exception, what: str, arguments: Mapping[str, int], seconds: float
+) -> dict[str, Any]:
+    """Fields of the report of a program that does not fit HBM, from the compiler's refusal.
+
+    arguments: bytes by cause. Raises PlanError for a refusal that has another reason.
+    """
+    needed = refused_bytes(str(error))
+    if needed is None:
+        raise PlanError(f"the TPU compiler refused the {what}: {str(error)[:600]}") from error
+    memory = {**arguments, "temporaries": max(0, needed)}
+    return {
+        "fits": False,
+        "memory": memory,
+        "hbm_bytes_per_chip": sum(memory.values()),
+        "compile_seconds": seconds,
+        "refusal": first_line(str(error)),
     }
 
 

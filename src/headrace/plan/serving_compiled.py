@@ -18,17 +18,17 @@ from typing import Any
 
 import jax
 
-from headrace.errors import ConfigError, PlanError
+from headrace.errors import ConfigError
 from headrace.kernels.paged import KEYS_ELSEWHERE
 from headrace.plan.candidate import ServerCandidate
-from headrace.plan.compiled import first_line, keep_program, timeline_json
+from headrace.plan.compiled import first_line, keep_program, refused, timeline_json
 from headrace.plan.hlo import Instruction, Module, parse_module
 from headrace.plan.replay import Assumptions, PagedRead, Timeline, replay
 from headrace.plan.serving_program import CapturedServer, lower_for_tpu, server_lowering
 from headrace.plan.topology import without_compilation_cache
 from headrace.serve.lowering import Lowering
 from headrace.serve.shapes import StepShape
-from headrace.train.memory import local_bytes, refused_bytes
+from headrace.train.memory import local_bytes
 
 Say = Callable[[str], None]
 
@@ -68,18 +68,8 @@ def compile_server(
             with without_compilation_cache():
                 compiled[name] = each.compile()
         except jax.errors.JaxRuntimeError as error:
-            needed = refused_bytes(str(error))
-            if needed is None:
-                what = f"the TPU compiler refused the {name}: {str(error)[:600]}"
-                raise PlanError(what) from error
-            memory = {**_arguments(lowering), "temporaries": max(0, needed)}
-            return report | {
-                "fits": False,
-                "memory": memory,
-                "hbm_bytes_per_chip": sum(memory.values()),
-                "compile_seconds": time.perf_counter() - start,
-                "refusal": first_line(str(error)),
-            }
+            seconds = time.perf_counter() - start
+            return report | refused(error, name, _arguments(lowering), seconds)
     report["compile_seconds"] = time.perf_counter() - start
     say("replaying the schedules")
     times: dict[str, Any] = {}
