@@ -13,8 +13,9 @@ Pages keep the model's dtype, or int8 codes with a float32 scale for each token 
 (not `ragged`). A scale is the same for all numbers of a key, so it moves out of both products: the
 codes are multiplied as they are, exact in every float dtype, and nothing is put back in full.
 
-Keys lie with their tokens last, [.., H, S], values with their numbers last, [.., S, H]: both
-products read rows as they lie. XLA's CPU took five times as long for queries by keys otherwise.
+On a CPU keys lie with their tokens last, [.., H, S], values with their numbers last, [.., S, H]:
+both products read rows as they lie, and XLA took five times as long for queries by keys otherwise.
+Elsewhere both are [.., S, H]: a TPU stores the last dim in lanes of 128, and pages are shorter.
 
 Shapes: T = tokens of the step, R = rows, Q = queries a row, M = pages a sequence may have, P =
 pages, S = tokens a page, N = query heads, K = key/value heads, G = N / K, H = head size, L = keys
@@ -88,8 +89,8 @@ class PagedShape:
 
 
 def empty_pages(shape: PagedShape, form: PagedForm) -> tuple[Array, ...]:
-    """Arrays of zeros. gather: keys [layers*P, K, H, S] and values [layers*P, K, S, H], for int8
-    also their scales [layers*P, K, S]. ragged: one array. triton: as gather, heads before pages.
+    """Arrays of zeros. gather: keys and values [layers*P, K, S, H] (on a CPU keys [.., H, S]), for
+    int8 also their scales [layers*P, K, S]. ragged: one array. triton: as gather, heads first.
     """
     if form == "triton":
         from headrace.kernels.paged_gpu import empty_triton_pages
@@ -106,11 +107,17 @@ def empty_pages(shape: PagedShape, form: PagedForm) -> tuple[Array, ...]:
         return empty_ragged_pages(shape)
     heads, S = (pages, shape.num_kv_heads), shape.page_size
     stored = jnp.int8 if shape.kv_cache_dtype == "int8" else shape.dtype
-    keys = jnp.zeros((*heads, shape.key_size, S), stored)
+    a_key = (shape.key_size, S) if _tokens_last() else (S, shape.key_size)
+    keys = jnp.zeros((*heads, *a_key), stored)
     values = jnp.zeros((*heads, S, shape.value_size), stored)
     if shape.kv_cache_dtype != "int8":
         return keys, values
     return keys, values, jnp.zeros((*heads, S), SCALE_DTYPE), jnp.zeros((*heads, S), SCALE_DTYPE)
+
+
+def _tokens_last() -> bool:
+    """Whether the keys of form `gather` lie as [.., H, S]."""
+    return traced_platform() == "cpu"
 
 
 def quantize_tokens(x_TKH: Array) -> tuple[Array, Array]:
@@ -189,7 +196,10 @@ def _written(
     size = pages[1].shape[2]
     page_T, offset_T = rows.slots_T // size + first_page, rows.slots_T % size
     (old_keys, *old), (new_keys, *new) = pages, stored_tokens(pages, k_TKH, v_TKH)
-    keys = old_keys.at[page_T, :, :, offset_T].set(new_keys)
+    if _tokens_last():
+        keys = old_keys.at[page_T, :, :, offset_T].set(new_keys)
+    else:
+        keys = old_keys.at[page_T, :, offset_T].set(new_keys)
     rest = (x.at[page_T, :, offset_T].set(y) for x, y in zip(old, new, strict=True))
     return keys, *rest
 
@@ -214,6 +224,7 @@ def attend_pages(
     R, Q, N, H = q_RQNH.shape
     keys, values, *scales = pages
     K, S = values.shape[0 if heads_first else 1], values.shape[2]
+    tokens_last = _tokens_last() and not heads_first
     G, wide = N // K, accumulator_dtype(q_RQNH.dtype)
     wanted = KEYS_AT_A_TIME.get(traced_platform(), KEYS_ELSEWHERE)
     per_block = max(1, wanted // S)
@@ -237,7 +248,7 @@ def attend_pages(
 
     def step(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
-        k = read(keys, block).swapaxes(2, 3) if heads_first else read(keys, block, 3)
+        k = read(keys, block, 3) if tokens_last else read(keys, block).swapaxes(2, 3)
         scores = jnp.einsum("rkgh,rkhl->rkgl", q, k, preferred_element_type=wide)
         if scales:
             scores = scores * read(scales[0], block)[:, :, None]
