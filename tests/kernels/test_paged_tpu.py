@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +14,13 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from headrace.kernels.attention import target_platform
-from headrace.kernels.paged import PagedRows, PagedShape, empty_pages, paged_attention
+from headrace.kernels.paged import (
+    PagedForm,
+    PagedRows,
+    PagedShape,
+    empty_pages,
+    paged_attention,
+)
 from headrace.kernels.paged_sharded import one_part, page_spec, paged_attention_on_mesh
 from headrace.kernels.paged_tpu import ragged_obstacles
 from headrace.plan.topology import without_compilation_cache
@@ -62,8 +70,28 @@ def test_what_fits_compiles_and_what_does_not_is_known(
 ) -> None:
     shape = _shape(kv_heads, size, dtype)
     assert (not ragged_obstacles(shape, heads)) == fits
-    tokens = DECODE + BLOCKS * BLOCK
-    where = NamedSharding(tpu_mesh, PartitionSpec())
+    lower = partial(_lowered, tpu_mesh, shape, heads, "ragged", window=window, softcap=softcap)
+    if fits:
+        assert "custom-call" in lower().compile().as_text()
+    else:
+        # Mosaic's own errors have no common class
+        with pytest.raises(Exception, match=r"tiled|divisible|not 128"):
+            lower().compile()
+
+
+def test_the_portable_form_makes_no_copy_of_the_cache(tpu_mesh: Mesh) -> None:
+    shape = replace(_shape(4, 256, jnp.bfloat16), num_pages=4096)
+    with without_compilation_cache():
+        memory = _lowered(tpu_mesh, shape, 8, "gather").compile().memory_analysis()
+    cache = shape.num_pages * shape.page_size * shape.bytes_a_token
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.temp_size_in_bytes < cache / 20
+
+
+def _lowered(mesh: Mesh, shape: PagedShape, heads: int, form: PagedForm, **options: Any) -> Any:
+    """A step with decode rows and blocks, pages donated."""
+    where, dtype = NamedSharding(mesh, PartitionSpec()), shape.dtype
+    tokens, size = DECODE + BLOCKS * BLOCK, shape.key_size
 
     def array(size: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(size, kind, sharding=where)
@@ -73,36 +101,21 @@ def test_what_fits_compiles_and_what_does_not_is_known(
             positions_T=at, slots_T=slots, tables_RM=tables, num_decode=DECODE, block=BLOCK
         )
         return paged_attention(
-            pages,
-            q,
-            k,
-            v,
-            rows,
-            scale=0.1,
-            window=window,
-            softcap=softcap,
-            first_page=PAGES,
-            form="ragged",
+            pages, q, k, v, rows, scale=0.1, first_page=shape.num_pages, form=form, **options
         )
 
-    pages = jax.eval_shape(lambda: empty_pages(shape, "ragged"))
-    arguments = (
-        tuple(array(p.shape, p.dtype) for p in pages),
-        array((tokens, heads, size), dtype),
-        array((tokens, kv_heads, size), dtype),
-        array((tokens, kv_heads, size), dtype),
-        array((tokens,), jnp.int32),
-        array((tokens,), jnp.int32),
-        array((DECODE + BLOCKS, PAGES_A_ROW), jnp.int32),
-    )
-    with target_platform("tpu"), jax.set_mesh(tpu_mesh):
-        lower = jax.jit(step, donate_argnums=0).lower
-        if fits:
-            assert "custom-call" in lower(*arguments).compile().as_text()
-        else:
-            # Mosaic's own errors have no common class
-            with pytest.raises(Exception, match=r"tiled|divisible|not 128"):
-                lower(*arguments).compile()
+    with target_platform("tpu"), jax.set_mesh(mesh):
+        pages = jax.eval_shape(lambda: empty_pages(shape, form))
+        arguments = (
+            tuple(array(p.shape, p.dtype) for p in pages),
+            array((tokens, heads, size), dtype),
+            array((tokens, shape.num_kv_heads, size), dtype),
+            array((tokens, shape.num_kv_heads, size), dtype),
+            array((tokens,), jnp.int32),
+            array((tokens,), jnp.int32),
+            array((DECODE + BLOCKS, PAGES_A_ROW), jnp.int32),
+        )
+        return jax.jit(step, donate_argnums=0).lower(*arguments)
 
 
 def test_on_a_mesh_every_chip_reads_its_own_heads() -> None:

@@ -189,6 +189,14 @@ def stored_tokens(pages: tuple[Array, ...], k_TKH: Array, v_TKH: Array) -> list[
     return [keys, values, key_scales, value_scales]
 
 
+def _put(pages_PKS: Array, page_T: Array, offset_T: Array, new_TK: Array) -> Array:
+    """Every head of every token in its place. The heads are indices too: with `[page, :, offset]`
+    the TPU compiler turns the whole cache round and back, three times its bytes of temporaries.
+    """
+    heads_K = jnp.arange(pages_PKS.shape[1])
+    return pages_PKS.at[page_T[:, None], heads_K, offset_T[:, None]].set(new_TK)
+
+
 def _written(
     pages: tuple[Array, ...], k_TKH: Array, v_TKH: Array, rows: PagedRows, first_page: Array | int
 ) -> tuple[Array, ...]:
@@ -199,8 +207,8 @@ def _written(
     if _tokens_last():
         keys = old_keys.at[page_T, :, :, offset_T].set(new_keys)
     else:
-        keys = old_keys.at[page_T, :, offset_T].set(new_keys)
-    rest = (x.at[page_T, :, offset_T].set(y) for x, y in zip(old, new, strict=True))
+        keys = _put(old_keys, page_T, offset_T, new_keys)
+    rest = (_put(x, page_T, offset_T, y) for x, y in zip(old, new, strict=True))
     return keys, *rest
 
 
