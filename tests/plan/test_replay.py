@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from headrace.kernels.attention import attention, target_platform
 from headrace.plan.hardware import parse_slice
-from headrace.plan.hlo import parse_module, read_shapes
+from headrace.plan.hlo import devices_together, parse_module, read_shapes
 from headrace.plan.loops import trip_count
 from headrace.plan.replay import Timeline, replay
 from headrace.plan.topology import compiler_obstacle, topology_devices, without_compilation_cache
@@ -131,3 +131,18 @@ def test_attention_kernels_count_visible_blocks():
 def test_text_that_is_no_module():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse_module("hello\n")
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("{{0,1},{2,3}}", 2),
+        ("{{0},{1}}", 1),
+        ("[2,4]<=[8]", 4),
+        ("mesh['data'=2,'fsdp'=4] {'fsdp'}", 4),
+        ("mesh['data'=2,'fsdp'=4,'tensor'=1] {'data','fsdp','tensor'}", 8),
+        ("mesh['axis_0'=1,'axis_1'=2,'axis_2'=3], device_ids=([2,3]T(1,0)) {'axis_1'}", 2),
+    ],
+)
+def test_groups_of_a_collective_are_read_in_every_form(groups: str, size: int) -> None:
+    assert devices_together(f"channel_id=1, replica_groups={groups}, dimensions={{2}}") == size

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from headrace.bridge.module import JaxModule, to_jax
 from headrace.kernels.quantized import quantize
+from headrace.plan.hlo import devices_together
 from headrace.sharding import MeshConfig, make_mesh, make_partition, param_shardings, plan_params
 from headrace.sharding.place import put_batch
 from headrace.train.losses import ClassificationLoss, causal_loss
@@ -118,7 +119,7 @@ def collectives(text: str) -> list[tuple[str, int]]:
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     for line in text.splitlines():
         match = re.search(rf"= (.*?) ({kinds})(?:-start)?\(", line)
-        alone = re.search(r"replica_groups=\{\{\d+\}(,\{\d+\})*\}", line)  # nothing is sent
+        alone = "replica_groups=" in line and devices_together(line) == 1  # nothing is sent
         if match and not alone:
             shapes = re.findall(r"\w+\[([\d,]*)\]", match.group(1))
             sizes = [int(np.prod([int(n) for n in s.split(",") if n] or [1])) for s in shapes]

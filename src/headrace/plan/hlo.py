@@ -278,14 +278,18 @@ def _numbers(row: str) -> dict[str, int]:
 
 def group_size(collective: Instruction) -> int:
     """Devices that take part together in a collective."""
-    text = collective.attributes
+    return devices_together(collective.attributes)
+
+
+def devices_together(text: str) -> int:
+    """Size of the first group in `replica_groups`, in each form that XLA writes; 1 without any."""
     explicit = re.search(r"replica_groups=\{\{([\d,]*)\}", text)
     if explicit:
         return len(explicit.group(1).split(","))
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", text)
     if iota:
         return int(iota.group(2))
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text)
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text)
     if mesh:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh.group(1))}
         return math.prod(sizes.get(axis, 1) for axis in re.findall(r"'(\w+)'", mesh.group(2)))
