@@ -88,8 +88,7 @@ class _Watch(threading.Thread):
             self._answered = time.monotonic()
             lost = self._lost(beats)
             if lost and not self._stopped.is_set():
-                self._end(f"process {', '.join(lost)} of {jax.process_count()} is gone: no sign of "
-                          f"it for {self.seconds:g} s")  # fmt: skip
+                self._end(self._gone(lost, self.seconds))
 
     def _lost(self, beats: dict[str, str]) -> list[str]:
         """Processes whose number has not changed for too long; those that never wrote are not."""
@@ -97,10 +96,15 @@ class _Watch(threading.Thread):
         for key, value in beats.items():
             if self._seen.get(key, ("", 0.0))[0] != value:
                 self._seen[key] = (value, now)
+        return self._silent(self.seconds)
+
+    def _silent(self, seconds: float) -> list[str]:
+        """Processes without a sign for so long when the numbers were last read."""
+        now = time.monotonic()
         return sorted(
             key.rpartition("/")[2]
-            for key, (value, since) in self._seen.items()
-            if value != _DONE and now - since > self.seconds and key != self._own
+            for key, (value, since) in dict(self._seen).items()
+            if value != _DONE and now - since > seconds and key != self._own
         )
 
     def beat(self) -> None:
@@ -112,11 +116,19 @@ class _Watch(threading.Thread):
         self._client.key_value_set(self._own, value, allow_overwrite=True)
 
     def aborted(self) -> None:
-        """Called when something calls abort(): ends the process if it is JAX that misses the first
-        one, returns if not."""
+        """Called when something calls abort(): ends the process if it is JAX that misses another
+        one, returns if not. On a busy machine JAX can be earlier than this watch."""
         silent = time.monotonic() - self._answered > self.seconds
         if silent or not _listens(self._address):
             self._leave(_FIRST_GONE.format(jax.process_count()))
+        if lost := self._silent(self.seconds / 2):
+            self._leave(self._gone(lost, self.seconds / 2))
+
+    def _gone(self, lost: list[str], seconds: float) -> str:
+        return (
+            f"process {', '.join(lost)} of {jax.process_count()} is gone: no sign of it for "
+            f"{seconds:g} s"
+        )
 
     def _end(self, reason: str) -> None:
         sys.stdout.flush()
