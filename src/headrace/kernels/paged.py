@@ -24,7 +24,9 @@ read at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -164,21 +166,37 @@ def paged_attention(
         return ragged_attention(pages, q_TNH, k_TKH, v_TKH, rows, **given)
     if k_TKH is not None and v_TKH is not None:
         pages = _written(pages, k_TKH, v_TKH, rows, first_page)
-    D, options = rows.num_decode, (scale, window, softcap, sinks_N, first_page)
-    T, N, H = q_TNH.shape
+    options = (scale, window, softcap, sinks_N, first_page)
+    return attend_rows(pages, q_TNH, rows, *options), pages
+
+
+def attend_rows(
+    pages: tuple[Array, ...],
+    q_TNH: Array,
+    rows: PagedRows,
+    *options: Any,
+    heads_first: bool = False,
+    decode: Callable[[Array], Array] | None = None,
+) -> Array:
+    """Both kinds of rows, [T, N, H of values] in the dtype of q. options: those of `attend_pages`.
+
+    decode: computes [D, N, H] for the rows of one query in place of `attend_pages`.
+    """
+    D, (T, N, H) = rows.num_decode, q_TNH.shape
+    attend = partial(attend_pages, heads_first=heads_first)
     parts: list[Array] = []
-    if D:
-        out = attend_pages(
-            q_TNH[:D, None], rows.positions_T[:D, None], rows.tables_RM[:D], pages, *options
-        )
-        parts.append(out[:, 0])
+    if D and decode is not None:
+        parts.append(decode(q_TNH[:D]))
+    elif D:
+        where = (rows.positions_T[:D, None], rows.tables_RM[:D])
+        parts.append(attend(q_TNH[:D, None], *where, pages, *options)[:, 0])
     if rows.num_blocks:
         q_RQNH = q_TNH[D:].reshape(rows.num_blocks, rows.block, N, H)
         positions_RQ = rows.positions_T[D:].reshape(rows.num_blocks, rows.block)
-        out = attend_pages(q_RQNH, positions_RQ, rows.tables_RM[D:], pages, *options)
+        out = attend(q_RQNH, positions_RQ, rows.tables_RM[D:], pages, *options)
         parts.append(out.reshape(T - D, N, -1))
     result = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    return result.astype(q_TNH.dtype), pages
+    return result.astype(q_TNH.dtype)
 
 
 def stored_tokens(pages: tuple[Array, ...], k_TKH: Array, v_TKH: Array) -> list[Array]:

@@ -26,7 +26,7 @@ from headrace.kernels.paged import (
     SCALE_DTYPE,
     PagedRows,
     PagedShape,
-    attend_pages,
+    attend_rows,
     stored_tokens,
 )
 
@@ -76,23 +76,13 @@ def triton_attention(
     """`paged.paged_attention` with the kernel; on a CPU it is interpreted."""
     if k_TKH is not None and v_TKH is not None:
         pages = _written(pages, k_TKH, v_TKH, rows, first_page)
-    D, (T, N, H) = rows.num_decode, q_TNH.shape
+    decode = None
+    if window is None and sinks_N is None:
+        D = rows.num_decode
+        where = (rows.positions_T[:D], rows.tables_RM[:D] + first_page)
+        decode = lambda q_DNH: _decode(pages, q_DNH, *where, scale, softcap)  # noqa: E731
     options = (scale, window, softcap, sinks_N, first_page)
-    parts: list[Array] = []
-    if D and window is None and sinks_N is None:
-        tables = rows.tables_RM[:D] + first_page
-        parts.append(_decode(pages, q_TNH[:D], rows.positions_T[:D], tables, scale, softcap))
-    elif D:
-        where = (rows.positions_T[:D, None], rows.tables_RM[:D])
-        parts.append(attend_pages(q_TNH[:D, None], *where, pages, *options, heads_first=True)[:, 0])
-    if rows.num_blocks:
-        q_RQNH = q_TNH[D:].reshape(rows.num_blocks, rows.block, N, H)
-        positions_RQ = rows.positions_T[D:].reshape(rows.num_blocks, rows.block)
-        where = (positions_RQ, rows.tables_RM[D:])
-        out = attend_pages(q_RQNH, *where, pages, *options, heads_first=True)
-        parts.append(out.reshape(T - D, N, -1))
-    result = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    return result.astype(q_TNH.dtype), pages
+    return attend_rows(pages, q_TNH, rows, *options, heads_first=True, decode=decode), pages
 
 
 def _written(
