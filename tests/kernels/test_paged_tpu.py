@@ -23,7 +23,7 @@ from headrace.kernels.paged import (
 )
 from headrace.kernels.paged_sharded import one_part, page_spec, paged_attention_on_mesh
 from headrace.kernels.paged_tpu import ragged_obstacles
-from headrace.plan.topology import without_compilation_cache
+from headrace.plan.topology import prepare_environment, without_compilation_cache
 
 DECODE, BLOCKS, BLOCK, PAGES_A_ROW, PAGES = 8, 2, 32, 16, 64
 
@@ -31,6 +31,7 @@ DECODE, BLOCKS, BLOCK, PAGES_A_ROW, PAGES = 8, 2, 32, 16, 64
 @pytest.fixture(scope="module")
 def tpu_mesh() -> Mesh:
     pytest.importorskip("libtpu")
+    prepare_environment()
     devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
     return Mesh(np.array(devices[:1]), ("x",))
 
@@ -121,6 +122,7 @@ def _lowered(mesh: Mesh, shape: PagedShape, heads: int, form: PagedForm, **optio
 def test_on_a_mesh_every_chip_reads_its_own_heads() -> None:
     """Two chips of four key/value heads each: pages are halved and nothing is gathered."""
     pytest.importorskip("libtpu")
+    prepare_environment()
     devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
     mesh = Mesh(np.array(devices[:2]), ("tensor",))
     shape, tokens = _shape(8, 128, jnp.bfloat16), DECODE + BLOCKS * BLOCK
